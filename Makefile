@@ -1,0 +1,29 @@
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: install demo test check bench clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: install
+	$(BIN)/fedstill compare fedavg fedprox --clients 20 --alpha 0.1 --rounds 50 --out runs/demo --force
+
+test: install
+	$(BIN)/python -m pytest -n 2 --doctest-modules --durations 10 src tests docs
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf .venv build *.egg-info src/*.egg-info

@@ -1,0 +1,46 @@
+"""The one weighted mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError
+
+
+class RunningMean:
+    """A weighted mean that keeps one sum in float64 however many vectors come.
+
+    >>> mean = RunningMean()
+    >>> mean.add(torch.tensor([1.0]), 1)
+    >>> mean.add(torch.tensor([4.0]), 2)
+    >>> mean.result()
+    tensor([3.])
+    """
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self._sum: Tensor | None = None
+        self._dtype = torch.float32
+
+    def add(self, vector: Tensor, weight: float) -> None:
+        if self._sum is None:
+            self._sum, self._dtype = torch.zeros_like(vector, dtype=torch.float64), vector.dtype
+        self._sum.add_(vector, alpha=weight)
+        self.total += weight
+
+    def result(self) -> Tensor:
+        """The mean, in the dtype of what was added."""
+        if self._sum is None or self.total <= 0:
+            raise FedstillError("nothing to average: no vector with a positive weight")
+        return (self._sum / self.total).to(self._dtype)
+
+
+def weighted_mean(pairs: Iterable[tuple[Tensor, float]]) -> Tensor:
+    """Weighted mean of (vector, weight) pairs, taken one at a time."""
+    mean = RunningMean()
+    for vector, weight in pairs:
+        mean.add(vector, weight)
+    return mean.result()

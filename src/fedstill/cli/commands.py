@@ -1,0 +1,251 @@
+"""What the commands do, once the heavy imports are worth it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fedstill import data as datasets_
+from fedstill.cli.progress import Display
+from fedstill.core.errors import FedstillError, SettingError
+from fedstill.data.dataset import Dataset
+from fedstill.experiment import api
+from fedstill.experiment.config import Config, is_config_file, parse_assignments, read_toml, resolve
+from fedstill.experiment.rundir import Record, RunDirectory
+from fedstill.experiment.setup import divide, load_data, prepare
+from fedstill.methods import registry
+from fedstill.methods.base import Part
+from fedstill.report.bubbles import bubbles, table
+from fedstill.report.curves import curves
+
+console = Console()
+Flags = Mapping[str, Any]
+
+
+def run(method: str, flags: Flags, assignments: list[str], *, out: Path | None, force: bool, dry_run: bool) -> None:
+    config = _config(method, flags, assignments)
+    if dry_run:
+        print(config.toml(), end="")
+        return
+    path = out or Path("runs") / run_name(config)
+    with _continue_hint(path):
+        result = api.start(config, path, force=force, listener=Display(console))
+    console.print(results_table({config.method: result.summary}))
+    picture = path / "curves.png"
+    curves({config.method: result.records}, picture, title=_title(config))
+    console.print(f"curves: {picture}\nall of it: {path}")
+
+
+def compare(methods: list[str], flags: Flags, assignments: list[str], *, out: Path | None, force: bool) -> None:
+    if len(set(methods)) < len(methods):
+        raise SettingError("a method is named twice")
+    configs = {m: _config(m, flags, _known_to(m, methods, assignments)) for m in methods}
+    first = next(iter(configs.values()))
+    folder = out or Path("runs") / ("compare-" + run_name(first).removeprefix(f"{_slug(first.method)}-"))
+    paths = {m: folder / _slug(m) for m in methods}
+    for path in paths.values():
+        if path.exists() and not force:
+            raise SettingError(f"{path} exists; choose another --out, or replace it with --force")
+    dataset = load_data(first)
+    results = {}
+    for method, config in configs.items():
+        with _continue_hint(paths[method]):
+            results[method] = api.start(config, paths[method], force=force, listener=Display(console), data=dataset)
+    console.print(results_table({m: r.summary for m, r in results.items()}))
+    picture = folder / "curves.png"
+    curves({m: r.records for m, r in results.items()}, picture, title=_title(first))
+    console.print(f"curves: {picture}\nall of it: {folder}")
+
+
+def resume(directory: Path, rounds: int | None) -> None:
+    with _continue_hint(directory):
+        result = api.resume(directory, rounds=rounds, listener=Display(console))
+    console.print(results_table({result.summary["method"]: result.summary}))
+
+
+def show(directories: list[Path], plot: Path | None) -> None:
+    finished: dict[str, Record] = {}
+    records: dict[str, list[Record]] = {}
+    for directory in directories:
+        directory_ = RunDirectory.open(directory, lock=False)
+        name = directory.resolve().name
+        while name in records:
+            name += "'"
+        records[name] = directory_.records()
+        summary = directory / "summary.json"
+        if summary.exists():
+            finished[name] = json.loads(summary.read_text())
+            continue
+        total = read_toml(directory / "config.toml").get("rounds", "?")
+        done = records[name][-1]["round"] if records[name] else 0
+        console.print(f"{directory}: {done} of {total} rounds; continue it with 'fedstill resume {directory}'")
+    if finished:
+        console.print(results_table(finished))
+    if plot:
+        curves(records, plot)
+        console.print(f"curves: {plot}")
+
+
+def methods(name: str | None, flags: Flags) -> None:
+    chosen = [name] if name else registry.names()
+    overview = Table(title="Methods", caption="bytes for one client and round")
+    for column in ("id", "what it does", "down", "up", "needs", "paper"):
+        overview.add_column(column, overflow="fold")
+    dataset: Dataset | None = None
+    for each in chosen:
+        config = _config(each, flags, [])
+        dataset = dataset or load_data(config)
+        setup = prepare(config.model_copy(update={"clients": 1, "partition": "iid"}), data=dataset)
+        wire, cls = setup.method.wire(setup.task), type(setup.method)
+        needs = [
+            *(["proxy data"] if cls.needs_proxy_data else []),
+            *(["labels on the server"] if cls.needs_server_labels else []),
+            *(["a changed model"] if cls.changes_model else []),
+            *([cls.extra_information] if cls.extra_information else []),
+        ]
+        overview.add_row(
+            each,
+            (cls.__doc__ or "").splitlines()[0],
+            _parts(wire.down),
+            _parts(wire.up),
+            ", ".join(needs),
+            cls.paper,
+        )
+    console.print(overview)
+    if name:
+        settings = Table(title=f"Settings of {name} (--set key=value)")
+        for column in ("key", "default", "meaning"):
+            settings.add_column(column)
+        for parameter in registry.hyper_parameters(registry.find(name)):
+            settings.add_row(parameter.name, str(parameter.default), parameter.meaning)
+        console.print(settings)
+
+
+def datasets(data_dir: str | None) -> None:
+    listing = Table(title="Datasets")
+    for column in ("name", "train", "test", "classes", "shape", "from", "here"):
+        listing.add_column(column, overflow="fold")
+    for row in datasets_.describe(data_dir):
+        shape = "x".join(map(str, row.shape))
+        listing.add_row(
+            row.name,
+            f"{row.train:,}",
+            f"{row.test:,}",
+            str(row.classes),
+            shape,
+            row.origin,
+            row.found or "no",
+        )
+    console.print(listing)
+    console.print(
+        "Also: a folder of images by class, a folder per client, an .npz of x, y and client, file.py:function"
+    )
+
+
+def partition(flags: Flags, assignments: list[str], out: Path) -> None:
+    config = _config("fedavg", flags, assignments)
+    federation = divide(config, load_data(config))
+    if not out.parent.is_dir():
+        raise SettingError(f"--out {out}: there is no folder {out.parent}")
+    bubbles(federation, out)
+    rows = table(federation)
+    shown = Table(title=f"{config.data}, {config.partition}, {federation.clients} clients")
+    for column in rows[0]:
+        shown.add_column(column.replace("_", " "), justify="right")
+    for row in rows[:100]:
+        shown.add_row(*(f"{v:.0%}" if isinstance(v, float) else str(v) for v in row.values()))
+    console.print(shown)
+    console.print(f"picture: {out}")
+
+
+def results_table(summaries: Mapping[str, Record]) -> Table:
+    """Runs side by side."""
+    shown = Table(title="Results", caption="final: mean of the last five evaluations · FM: smaller is fairer")
+    for column in ("", "accuracy best", "final", "AMP", "FM", "WLP", "MB moved", "seconds"):
+        shown.add_column(column, justify="left" if not column else "right")
+    for name, s in summaries.items():
+        moved = (s["bytes_down"] + s["bytes_up"]) / 1e6
+        shown.add_row(
+            name,
+            *(_percent(s[key]) for key in ("best_accuracy", "final_accuracy", "final_amp")),
+            "–" if s["final_fm"] is None else f"{s['final_fm']:.4f}",
+            _percent(s["final_wlp"]),
+            f"{moved:.1f}",
+            f"{s['seconds'] + s['eval_seconds']:.1f}",
+        )
+        for variant, values in s.get("also", {}).items():
+            shown.add_row(
+                f"  {variant}",
+                "",
+                *(_percent(values.get(key)) for key in ("final_accuracy", "final_amp")),
+                f"{values['final_fm']:.4f}" if "final_fm" in values else "–",
+                _percent(values.get("final_wlp")),
+            )
+    return shown
+
+
+def run_name(config: Config) -> str:
+    """A directory name that tells runs apart at a glance."""
+    alpha = f"{config.alpha:g}" if config.partition.startswith("dir") else ""
+    return f"{_slug(config.method)}-{_slug(config.data)}-{config.partition}{alpha}-k{config.clients}-s{config.seed}"
+
+
+def _config(method: str, flags: Flags, assignments: list[str]) -> Config:
+    file = read_toml(method) if is_config_file(method) else {"method": method}
+    named = str(file.get("method", "fedavg"))
+    return resolve(file, flags, parse_assignments(assignments, named))
+
+
+def _known_to(method: str, methods: list[str], assignments: list[str]) -> list[str]:
+    """The assignments without those that belong to another of the compared methods only."""
+    own = {m: {p.name for p in registry.hyper_parameters(registry.find(m))} for m in methods}
+    others = set().union(*(own[m] for m in methods if m != method)) - own[method] - set(Config.model_fields)
+    return [a for a in assignments if a.partition("=")[0] not in others]
+
+
+def _parts(parts: dict[str, Part]) -> str:
+    return "\n".join(f"{name}: {part.what}, {_size(part.nbytes)}" for name, part in parts.items())
+
+
+def _size(n: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} GB"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.2f} %"
+
+
+def _slug(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "+-_" else "-" for c in name).strip("-")
+
+
+def _title(config: Config) -> str:
+    alpha = f" {config.alpha:g}" if config.partition.startswith("dir") else ""
+    return f"{config.data}, {config.clients} clients, {config.partition}{alpha}, {config.model}, seed {config.seed}"
+
+
+class _continue_hint:
+    """If work in a run directory stops, say how to go on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
+        started = (self.path / "metrics.jsonl").exists()
+        if (
+            started
+            and isinstance(error, FedstillError | OSError | KeyboardInterrupt)
+            and not isinstance(error, SettingError)
+        ):
+            Console(stderr=True).print(f"what is done is kept; continue with: fedstill resume {self.path}")

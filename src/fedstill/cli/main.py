@@ -1,0 +1,233 @@
+"""The command line. What it imports at the top is light: `--help` must answer at once."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from fedstill.core.errors import FedstillError
+
+app = typer.Typer(
+    name="fedstill",
+    help="Federated learning on heterogeneous data by knowledge distillation.\n\nStart with:  fedstill run fedavg",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+# Arguments of a command that are not settings of a run.
+_NOT_SETTINGS = ("method", "methods", "out", "set_", "force", "dry_run")
+
+WHO, LEARN, HOW = "Who holds what", "What is learnt", "How it is run"
+
+
+def _flag(panel: str, text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel=panel, show_default=False)
+
+
+Data = Annotated[
+    str | None,
+    _flag(
+        WHO,
+        "Dataset: a name from 'fedstill datasets', a folder, an .npz, or file.py:function. [fashion-mini]",
+    ),
+]
+DataDir = Annotated[str | None, _flag(WHO, "Where dataset files are. [$FEDSTILL_DATA]")]
+Partition = Annotated[
+    str | None,
+    _flag(
+        WHO,
+        "How the data are divided: dirichlet, iid, natural, shards, quantity, dir_balanced, dir_feddf, dir_fedkf, "
+        "dir_fedgen, dir_client_prior. [dirichlet]",
+    ),
+]
+Alpha = Annotated[float | None, _flag(WHO, "Dirichlet concentration: 100 is nearly even, 0.1 is very uneven. [0.1]")]
+Clients = Annotated[int | None, _flag(WHO, "Number of clients. [20]")]
+Seed = Annotated[int | None, _flag(HOW, "The same seed gives the same bits. [0]")]
+Participation = Annotated[float | None, _flag(HOW, "Share of the clients that are active in a round, in (0, 1]. [0.2]")]
+Rounds = Annotated[int | None, _flag(HOW, "Communication rounds. [30]")]
+Epochs = Annotated[int | None, _flag(LEARN, "Local epochs a round. [5]")]
+BatchSize = Annotated[int | None, _flag(LEARN, "Local batch size. [32]")]
+Lr = Annotated[float | None, _flag(LEARN, "Local learning rate. [0.05]")]
+Model = Annotated[
+    str | None,
+    _flag(
+        LEARN,
+        "Network: lenet5, resnet8, resnet8-w64, resnet11, resnet18, resnet50, shufflenetv2, cnn, mlp, "
+        "or file.py:function. [lenet5]",
+    ),
+]
+Workers = Annotated[int | None, _flag(HOW, "Worker processes; 0 is one a core. [0]")]
+Engine = Annotated[str | None, _flag(HOW, "Where clients run: process, or inline for debugging. [process]")]
+EvalEvery = Annotated[int | None, _flag(HOW, "Evaluate every so many rounds; 0 is only after the last. [1]")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Any other setting, the method's own too: --set mu=0.01 --set momentum=0.9. "
+        "'fedstill run METHOD --dry-run' lists them all. Where a method has a setting of the same name as the "
+        "run, --set means the method's.",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Run directory. [runs/METHOD-DATA-…]", show_default=False, rich_help_panel=HOW),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace a run directory that exists.", rich_help_panel=HOW)]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Print the complete configuration as TOML, which reproduces the run."),
+]
+
+
+@app.command(rich_help_panel="Train")
+def run(
+    method: Annotated[str, typer.Argument(help="A method from 'fedstill methods', file.py:Class, or a config.toml.")],
+    data: Data = None,
+    data_dir: DataDir = None,
+    partition: Partition = None,
+    alpha: Alpha = None,
+    clients: Clients = None,
+    participation: Participation = None,
+    rounds: Rounds = None,
+    epochs: Epochs = None,
+    batch_size: BatchSize = None,
+    lr: Lr = None,
+    model: Model = None,
+    seed: Seed = None,
+    workers: Workers = None,
+    engine: Engine = None,
+    eval_every: EvalEvery = None,
+    out: Out = None,
+    set_: Set = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Train one federation.
+
+    \b
+    fedstill run fedavg
+    fedstill run fedprox --alpha 0.05 --clients 50 --set mu=0.1
+    fedstill run config.toml --seed 1
+    fedstill run ./mine.py:MyMethod --data mnist --model resnet8
+
+    Settings come from flags, then the file, then defaults.
+    """
+    _commands().run(method, _settings(locals()), set_ or [], out=out, force=force, dry_run=dry_run)
+
+
+@app.command(rich_help_panel="Train")
+def compare(
+    methods: Annotated[list[str], typer.Argument(help="Methods from 'fedstill methods', or file.py:Class.")],
+    data: Data = None,
+    data_dir: DataDir = None,
+    partition: Partition = None,
+    alpha: Alpha = None,
+    clients: Clients = None,
+    participation: Participation = None,
+    rounds: Rounds = None,
+    epochs: Epochs = None,
+    batch_size: BatchSize = None,
+    lr: Lr = None,
+    model: Model = None,
+    seed: Seed = None,
+    workers: Workers = None,
+    engine: Engine = None,
+    eval_every: EvalEvery = None,
+    out: Out = None,
+    set_: Set = None,
+    force: Force = False,
+) -> None:
+    """Train several methods on the same clients, schedule and initial weights; end in a table and a picture.
+
+    \b
+    fedstill compare fedavg fedprox --alpha 0.1
+
+    A --set that only some of the methods know goes to those.
+    """
+    _commands().compare(methods, _settings(locals()), set_ or [], out=out, force=force)
+
+
+@app.command(rich_help_panel="Train")
+def resume(
+    directory: Annotated[Path, typer.Argument(help="The directory of a run that was interrupted.")],
+    rounds: Annotated[int | None, typer.Option(help="Go on to this round, also after the run had ended.")] = None,
+) -> None:
+    """Continue a run after any interruption; the result is the same, bit for bit."""
+    _commands().resume(directory, rounds)
+
+
+@app.command(rich_help_panel="Look")
+def show(
+    directories: Annotated[list[Path], typer.Argument(help="Run directories, finished or under way.")],
+    plot: Annotated[Path | None, typer.Option(help="Also draw the learning curves into this PNG or SVG.")] = None,
+) -> None:
+    """Show what runs came to."""
+    _commands().show(directories, plot)
+
+
+@app.command(rich_help_panel="Look")
+def methods(
+    method: Annotated[str | None, typer.Argument(help="Show this one's settings.")] = None,
+    data: Data = None,
+    data_dir: DataDir = None,
+    model: Model = None,
+) -> None:
+    """List the methods: what crosses the wire, with bytes for the chosen model, and what they need."""
+    _commands().methods(method, _settings(locals()))
+
+
+@app.command(rich_help_panel="Look")
+def datasets(data_dir: DataDir = None) -> None:
+    """List the datasets, and which of them are on this machine."""
+    _commands().datasets(data_dir)
+
+
+@app.command(rich_help_panel="Look")
+def partition(
+    data: Data = None,
+    data_dir: DataDir = None,
+    partition: Partition = None,
+    alpha: Alpha = None,
+    clients: Clients = None,
+    seed: Seed = None,
+    out: Annotated[Path, typer.Option(help="The picture: PNG, SVG or PDF.")] = Path("partition.png"),
+    set_: Set = None,
+) -> None:
+    """Draw who holds what: a picture of clients by classes, and a table."""
+    _commands().partition(_settings(locals()), set_ or [], out)
+
+
+def _commands() -> ModuleType:
+    """The commands' work, imported only now: it brings PyTorch along."""
+    return importlib.import_module("fedstill.cli.commands")
+
+
+def _settings(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The flags that were given, by the names of the settings they set."""
+    return {k: v for k, v in arguments.items() if k not in _NOT_SETTINGS and v is not None}
+
+
+def main() -> None:
+    """Entry point: what the user can mend is one line, without a traceback."""
+    try:
+        app()
+    except FedstillError as error:
+        _fail(str(error))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"{where}{error.strerror or error}")
+    except KeyboardInterrupt:
+        _fail("stopped", code=130)
+
+
+def _fail(text: str, code: int = 2) -> None:
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(code)

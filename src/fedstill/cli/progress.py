@@ -1,0 +1,83 @@
+"""The live display of a run."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from fedstill.experiment.rundir import Record
+from fedstill.experiment.runner import Listener
+from fedstill.experiment.setup import Setup
+
+
+class Display(Listener):
+    """A bar with the latest numbers on a terminal; a line a round where the output is a file."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._setup: Setup | None = None
+        self._clients = self._clients_done = 0
+
+    def started(self, setup: Setup, done: int) -> None:
+        self._setup = setup
+        c = setup.config
+        self._console.print(
+            f"[bold]{c.method}[/bold] on {c.data}: {setup.federation.clients} clients, {c.partition} partition, "
+            f"{c.model} with {setup.task.size:,} weights, {c.rounds - done} rounds"
+        )
+        if self._console.is_terminal and done < c.rounds:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task(c.method, total=c.rounds, completed=done, numbers="")
+            self._bar.start()
+
+    def round_started(self, round_: int, clients: int) -> None:
+        self._clients, self._clients_done, self._round = clients, 0, round_
+
+    def client_done(self) -> None:
+        self._clients_done += 1
+        if self._bar:
+            self._bar.update(self._task, completed=self._round - 1 + 0.9 * self._clients_done / self._clients)
+
+    def round_done(self, record: Record) -> None:
+        numbers = _numbers(record)
+        rounds = self._setup.config.rounds if self._setup else 0
+        if self._bar:
+            self._bar.update(
+                self._task, completed=record["round"], numbers=numbers or self._bar.tasks[0].fields["numbers"]
+            )
+        elif numbers:
+            self._console.print(f"round {record['round']}/{rounds}: {numbers}", highlight=False)
+        if record["dropped"]:
+            self._console.print(f"round {record['round']}: {record['dropped']} clients dropped (see log.txt)")
+
+    def ended(self) -> None:
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
+
+
+def _numbers(record: Record) -> str:
+    if record["accuracy"] is None:
+        return ""
+    text = f"accuracy {record['accuracy']:.3f}"
+    for key in ("amp", "wlp"):
+        text += f"  {key.upper()} {record[key]:.3f}" if record[key] is not None and record[key] == record[key] else ""
+    return text

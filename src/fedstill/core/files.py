@@ -1,0 +1,45 @@
+"""Files that are either there whole or not there at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """Write a file so that a reader, or a crash, finds the old content or the new and never a part.
+
+    >>> import tempfile
+    >>> target = Path(tempfile.mkdtemp()) / "note.txt"
+    >>> write_atomic(target, "whole"); target.read_text()
+    'whole'
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # without it a power cut may undo the rename
+    finally:
+        os.close(folder)
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """The value a JSON file holds."""
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write a value as readable JSON, atomically; NaN and infinity, which JSON lacks, are refused."""
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -1,0 +1,73 @@
+"""State that belongs to single clients, one small file each, safe against a kill at any moment.
+
+A file carries the round that wrote it. The state of round t replaces nothing: it stands beside the older one
+until a checkpoint of round t (and the one before it) no longer needs that. So after a crash, the newest file not
+younger than the checkpoint is the right one, and rounds that were interrupted leave no trace. A client that was
+never active has no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from fedstill.core import tree
+from fedstill.core.errors import DataError
+from fedstill.core.files import write_atomic
+from fedstill.core.tree import Tree
+
+_PER_FOLDER = 100
+
+
+class Store:
+    """Versions of each client's state under one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def read(self, client: int, before: int) -> Tree | None:
+        """The newest state that a round earlier than `before` wrote, or None."""
+        rounds = [r for r in self._rounds(client) if r < before]
+        if not rounds:
+            return None
+        path = self._path(client, max(rounds))
+        try:
+            return tree.decode(path.read_bytes())
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
+
+    def write(self, client: int, round_: int, state: Tree) -> None:
+        """Keep the state that `round_` gives this client."""
+        path = self._path(client, round_)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, tree.encode(state))
+
+    def rollback(self, round_: int) -> None:
+        """Forget whatever rounds after `round_` wrote."""
+        for path, _, written in self._files():
+            if written > round_:
+                path.unlink(missing_ok=True)
+
+    def prune(self, clients: Iterable[int], needed: int) -> None:
+        """Delete versions that no checkpoint from round `needed` on can ask for."""
+        for client in clients:
+            old = sorted(r for r in self._rounds(client) if r <= needed)
+            for round_ in old[:-1]:
+                self._path(client, round_).unlink(missing_ok=True)
+
+    def _folder(self, client: int) -> Path:
+        return self.root / str(client // _PER_FOLDER)
+
+    def _path(self, client: int, round_: int) -> Path:
+        return self._folder(client) / f"{client}.{round_}.safetensors"
+
+    def _rounds(self, client: int) -> list[int]:
+        folder = self._folder(client)
+        if not folder.is_dir():
+            return []
+        return [int(p.name.split(".")[1]) for p in folder.glob(f"{client}.*.safetensors")]
+
+    def _files(self) -> Iterator[tuple[Path, int, int]]:
+        for path in self.root.glob("*/*.safetensors"):
+            client, round_, _ = path.name.split(".")
+            yield path, int(client), int(round_)

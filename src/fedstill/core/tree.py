@@ -1,0 +1,82 @@
+"""Trees of named tensors and plain values, as bytes: messages, client state and checkpoints are all this.
+
+A tree is a tensor, None, bool, int, float, str, or a dict (with string keys) or list of trees. It is written as
+safetensors, with the shape of the tree as JSON in the header, so reading one can build nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from fedstill.core.errors import DataError
+
+Tree = Any
+Message = dict[str, Tensor]
+"""What crosses between client and server: tensors with names. A whole network is one flat vector."""
+
+_TENSOR = "$tensor"
+
+
+def encode(tree: Tree) -> bytes:
+    """Bytes that `decode` turns into an equal tree.
+
+    >>> decode(encode({"w": torch.ones(2), "rounds": [1, 2]}))
+    {'w': tensor([1., 1.]), 'rounds': [1, 2]}
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def strip(node: Tree) -> Tree:
+        if isinstance(node, Tensor):
+            name = str(len(tensors))
+            # A view would be refused or written whole: give each tensor memory of its own.
+            tensors[name] = node.detach().contiguous()
+            return {_TENSOR: name}
+        if isinstance(node, dict):
+            return {str(k): strip(v) for k, v in node.items()}
+        if isinstance(node, list | tuple):
+            return [strip(v) for v in node]
+        if node is None or isinstance(node, bool | int | float | str):
+            return node
+        raise TypeError(f"cannot be kept or sent: {type(node).__name__}; use tensors, numbers, strings, lists, dicts")
+
+    shape = json.dumps(strip(tree))
+    return save_tensors(tensors, metadata={"tree": shape})
+
+
+def decode(data: bytes) -> Tree:
+    """The tree that `encode` was given; DataError if the bytes are not one."""
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        shape = json.loads(header["__metadata__"]["tree"])
+        tensors = load_tensors(data)
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise DataError(f"damaged data: {error}") from error
+
+    def fill(node: Tree) -> Tree:
+        if isinstance(node, dict):
+            return tensors[node[_TENSOR]] if _TENSOR in node else {k: fill(v) for k, v in node.items()}
+        if isinstance(node, list):
+            return [fill(v) for v in node]
+        return node
+
+    return fill(shape)
+
+
+def nbytes(message: Message) -> int:
+    """Bytes of the tensors in a message."""
+    return sum(t.numel() * t.element_size() for t in message.values())
+
+
+def first_not_finite(message: Message) -> str | None:
+    """Name of a part that holds NaN or infinity, if any."""
+    for name, tensor in message.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
+            return name
+    return None

@@ -1,0 +1,7 @@
+"""Datasets: what one is, where they come from, how they are read, kept and augmented."""
+
+from fedstill.data.dataset import Dataset, Split
+from fedstill.data.formats.arrays import from_arrays, from_torch
+from fedstill.data.sources import Description, describe, load, names
+
+__all__ = ["Dataset", "Description", "Split", "describe", "from_arrays", "from_torch", "load", "names"]

@@ -1,0 +1,299 @@
+"""Who holds what: the clients' training and test samples and the server's pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedstill.core.errors import DataError, SettingError, unknown
+from fedstill.core.seeds import numpy_rng
+from fedstill.data import partition as partitions
+from fedstill.data.dataset import Dataset, Split
+from fedstill.data.partition import IntArray, check_setting, long_tail, random_ranks, subsample
+
+Array = npt.NDArray[Any] | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """A dataset divided between clients, as index arrays: client k holds `index[offsets[k]:offsets[k+1]]`."""
+
+    dataset: Dataset
+    train_index: IntArray  # into dataset.train
+    train_offsets: IntArray  # (clients + 1,)
+    test_index: IntArray  # into test_split
+    test_offsets: IntArray  # (clients + 1,)
+    pool_index: IntArray  # the server's samples, into dataset.train
+    test_source: Literal["train", "test"] = "train"
+    names: tuple[str, ...] = ()  # empty: clients have numbers only
+
+    @property
+    def clients(self) -> int:
+        """Number of clients."""
+        return len(self.train_offsets) - 1
+
+    @property
+    def client_names(self) -> tuple[str, ...]:
+        """A name for each client: the data's, or its number."""
+        return self.names or tuple(map(str, range(self.clients)))
+
+    @property
+    def sizes(self) -> IntArray:
+        """Training samples of each client."""
+        return np.diff(self.train_offsets)
+
+    @property
+    def test_sizes(self) -> IntArray:
+        """Local test samples of each client."""
+        return np.diff(self.test_offsets)
+
+    @property
+    def test_split(self) -> Split:
+        """The split that the local test indices refer to."""
+        return self.dataset.train if self.test_source == "train" else self.dataset.test
+
+    def train(self, client: int) -> IntArray:
+        """Indices of a client's training samples in `dataset.train`."""
+        return _slice(self.train_index, self.train_offsets, client)
+
+    def test(self, client: int) -> IntArray:
+        """Indices of a client's test samples in `test_split`."""
+        return _slice(self.test_index, self.test_offsets, client)
+
+    def class_counts(self, first: int | None = None) -> IntArray:
+        """Training samples by client and class, (clients, classes), of all or the first few clients."""
+        clients = self.clients if first is None else min(first, self.clients)
+        index = self.train_index[: self.train_offsets[clients]]
+        held_by = np.repeat(np.arange(clients), self.sizes[:clients])
+        return _pair_counts(held_by, _labels(self.dataset.train)[index], clients, len(self.dataset.classes))
+
+
+def federate(
+    dataset: Dataset,
+    *,
+    clients: int,
+    partition: str = "dirichlet",
+    seed: int = 0,
+    alpha: float = 0.5,
+    test_fraction: float = 0.2,
+    pool: float = 0,
+    imbalance_factor: float = 1,
+    fraction: float = 1.0,
+    samples_per_client: int = 0,
+    local_test: str = "split",
+    **settings: Any,
+) -> Federation:
+    """Divide the training data of a dataset between a server and its clients.
+
+    In this order: keep `fraction` of each class; cut to a long tail; take the server's `pool` (a number of
+    samples, or a fraction below 1; classes in proportion); divide the rest by `partition`; split each
+    client's samples at random into training and test. A client keeps at least one for training.
+
+    Every step has its own random stream, so that another `test_fraction` leaves the owners as they are.
+    `clients=0` with `partition="natural"` means all of them. `local_test="matched"` keeps all samples for
+    training and draws local tests, `test_fraction` times as large, from `dataset.test` with the client's
+    class proportions; clients may then share test samples. Other settings go to the partition.
+    """
+    _check_test_fraction(test_fraction)
+    check_setting("fraction", fraction)
+    check_setting("imbalance_factor", imbalance_factor)
+    if local_test not in ("split", "matched"):
+        raise unknown("local_test", local_test, ["split", "matched"])
+
+    labels = _labels(dataset.train)
+    kept = np.arange(len(labels))
+    if fraction < 1:
+        kept = kept[subsample(labels[kept], fraction, numpy_rng(seed, "fraction"))]
+    if imbalance_factor > 1:
+        kept = kept[long_tail(labels[kept], imbalance_factor, numpy_rng(seed, "long tail"))]
+    in_pool = _take_pool(labels[kept], pool, numpy_rng(seed, "pool"))
+    pool_index, kept = kept[in_pool], kept[~in_pool]
+
+    if partition == "natural":
+        if dataset.train.client is None:
+            raise DataError(
+                f"dataset {dataset.name!r} does not say who owns a sample, so partition=natural cannot be "
+                f"used; choose one of {', '.join(n for n in partitions.names() if n != 'natural')}"
+            )
+        settings["owner"] = dataset.train.client.numpy()[kept]
+    settings |= {"alpha": alpha, "samples_per_client": samples_per_client}
+    owner = partitions.partition(partition, labels[kept], clients, numpy_rng(seed, "partition"), **settings)
+    count = int(clients) or int(owner.max()) + 1
+
+    is_test = np.zeros(len(kept), bool)
+    if local_test == "split":
+        is_test = _is_test(owner, count, test_fraction, numpy_rng(seed, "local test"))
+    train_index, train_offsets = _compress(kept[~is_test], owner[~is_test], count)
+    if local_test == "split":
+        test_index, test_offsets = _compress(kept[is_test], owner[is_test], count)
+    else:
+        held = _pair_counts(owner[owner >= 0], labels[kept[owner >= 0]], count, len(dataset.classes))
+        test_index, test_offsets = _matched(held, _labels(dataset.test), test_fraction, numpy_rng(seed, "local test"))
+
+    client_names: tuple[str, ...] = ()
+    if partition == "natural" and dataset.client_names and dataset.train.client is not None:
+        original = dataset.train.client.numpy()[train_index[train_offsets[:-1]]]
+        client_names = tuple(dataset.client_names[i] for i in original.tolist())
+    return Federation(
+        dataset,
+        train_index,
+        train_offsets,
+        test_index,
+        test_offsets,
+        pool_index,
+        "train" if local_test == "split" else "test",
+        client_names,
+    )
+
+
+def from_clients(
+    clients: Sequence[tuple[Array, Array]],
+    test: tuple[Array, Array] | None = None,
+    *,
+    classes: Sequence[str] = (),
+    names: Sequence[str] = (),
+    test_fraction: float = 0.2,
+    seed: int = 0,
+    dataset_name: str = "clients",
+    mean: tuple[float, ...] = (),
+    std: tuple[float, ...] = (),
+) -> Federation:
+    """A federation of clients given as (samples, labels) each, with an optional global test set.
+
+    >>> x, y = np.zeros((10, 4), np.float32), np.arange(10) % 2
+    >>> from_clients([(x, y), (x[:5], y[:5])]).sizes.tolist()
+    [8, 4]
+    """
+    if not clients:
+        raise DataError("there are no clients; give a (samples, labels) pair for each")
+    pairs = [_pair(f"client {k}", x, y) for k, (x, y) in enumerate(clients)]
+    for k, (x, y) in enumerate(pairs):
+        if not len(y):
+            raise DataError(f"client {k} has no samples; leave it out")
+        if x.shape[1:] != pairs[0][0].shape[1:]:
+            raise DataError(
+                f"samples of client {k} have shape {tuple(x.shape[1:])}, those of client 0 "
+                f"{tuple(pairs[0][0].shape[1:])}; all must have the same shape"
+            )
+    if names and len(names) != len(clients):
+        raise DataError(f"{len(names)} names were given for {len(clients)} clients; give one for each")
+    x, y = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
+    test_x, test_y = (x[:0], y[:0]) if test is None else _pair("the test set", *test)
+    highest = int(torch.cat([y, test_y]).max())
+    if classes and highest >= len(classes):
+        raise DataError(f"label {highest} has no name among the {len(classes)} classes given")
+    owner = torch.repeat_interleave(torch.tensor([len(y) for _, y in pairs]))
+    dataset = Dataset(
+        name=dataset_name,
+        train=Split(_channels_last(x), y, owner),
+        test=Split(_channels_last(test_x), test_y),
+        classes=tuple(classes) or tuple(map(str, range(highest + 1))),
+        mean=mean,
+        std=std,
+        client_names=tuple(names),
+    )
+    return federate(dataset, clients=0, partition="natural", seed=seed, test_fraction=test_fraction)
+
+
+def _labels(split: Split) -> IntArray:
+    return np.asarray(split.y.numpy(), np.int64)
+
+
+def _slice(index: IntArray, offsets: IntArray, client: int) -> IntArray:
+    if not 0 <= client < len(offsets) - 1:
+        raise IndexError(f"client {client} is not one of 0..{len(offsets) - 2}")
+    return index[offsets[client] : offsets[client + 1]]
+
+
+def _pair_counts(rows: IntArray, columns: IntArray, height: int, width: int) -> IntArray:
+    """How often each (row, column) occurs, (height, width)."""
+    return np.bincount(rows * width + columns, minlength=height * width).reshape(height, width)
+
+
+def _compress(index: IntArray, owner: IntArray, clients: int) -> tuple[IntArray, IntArray]:
+    """Indices grouped by owner (ascending inside a group) and where each group starts."""
+    index, owner = index[owner >= 0], owner[owner >= 0]
+    offsets = np.zeros(clients + 1, np.int64)
+    np.cumsum(np.bincount(owner, minlength=clients), out=offsets[1:])
+    return index[np.argsort(owner, kind="stable")], offsets
+
+
+def _check_test_fraction(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < 1:
+        raise SettingError(f"test_fraction={value!r} is not allowed; give a number from 0 to below 1")
+
+
+def _take_pool(labels: IntArray, pool: float, rng: np.random.Generator) -> npt.NDArray[np.bool_]:
+    """Which samples the server takes."""
+    if isinstance(pool, bool) or not isinstance(pool, Real) or not pool >= 0 or (pool > 1 and pool % 1):
+        raise SettingError(f"pool={pool!r} is not allowed; give a number of samples, or a fraction below 1")
+    wanted = int(pool) if isinstance(pool, Integral) or pool >= 1 else round(float(pool) * len(labels))
+    if wanted and wanted >= len(labels):
+        raise DataError(f"a pool of {wanted} leaves nothing of {len(labels)} samples; lower pool")
+    if not wanted:
+        return np.zeros(len(labels), bool)
+    share = _apportion(np.bincount(labels), np.array(wanted))
+    return np.asarray(random_ranks(labels, rng) < share[labels])
+
+
+def _is_test(owner: IntArray, clients: int, test_fraction: float, rng: np.random.Generator) -> npt.NDArray[np.bool_]:
+    """A random `test_fraction` of each owner's samples, but never all of them."""
+    sizes = np.bincount(owner[owner >= 0], minlength=clients)
+    wanted = np.minimum(np.rint(test_fraction * sizes).astype(np.int64), np.maximum(sizes - 1, 0))
+    return np.asarray((owner >= 0) & (random_ranks(owner, rng) < wanted[owner]))
+
+
+def _apportion(weights: IntArray, total: IntArray) -> IntArray:
+    """Whole numbers in proportion to weights that sum to total over the last axis: largest remainders."""
+    quota = weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1) * total[..., None]
+    whole: IntArray = np.floor(quota).astype(np.int64)
+    missing = total - whole.sum(axis=-1)
+    order = np.argsort(whole - quota, axis=-1, kind="stable")
+    whole += np.argsort(order, axis=-1) < missing[..., None]
+    return whole
+
+
+def _matched(
+    held: IntArray, test_labels: IntArray, test_fraction: float, rng: np.random.Generator
+) -> tuple[IntArray, IntArray]:
+    """Test samples for each client in the class proportions of what it holds, (clients, classes)."""
+    available = np.bincount(test_labels, minlength=held.shape[1])
+    sizes = held.sum(axis=1)
+    total = np.rint(test_fraction * sizes).astype(np.int64)
+    if test_fraction:
+        total = np.maximum(total, np.minimum(sizes, 1))
+    wanted = np.minimum(_apportion(held, total), available)
+    # Each client reads a stretch of a shuffled class from a random start: no sample twice for a client.
+    shuffled = np.lexsort((rng.random(len(test_labels)), test_labels))
+    first = np.cumsum(available) - available
+    client, label = np.nonzero(wanted)
+    length = wanted[client, label]
+    begin = rng.integers(0, available[label])
+    step = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
+    place = (np.repeat(begin, length) + step) % np.repeat(available[label], length)
+    index = shuffled[np.repeat(first[label], length) + place]
+    return _compress(index, np.repeat(client, length), len(held))
+
+
+def _pair(whose: str, x: Array, y: Array) -> tuple[Tensor, Tensor]:
+    """Samples and labels as tensors, checked."""
+    samples, labels = torch.as_tensor(x), torch.as_tensor(y)
+    if labels.ndim != 1 or len(samples) != len(labels):
+        raise DataError(
+            f"{whose} has samples of shape {tuple(samples.shape)} and labels of shape "
+            f"{tuple(labels.shape)}; give one label for each sample"
+        )
+    if labels.is_floating_point() or (len(labels) and int(labels.min()) < 0):
+        raise DataError(f"labels of {whose} must be whole numbers, 0 or more")
+    return samples, labels.to(torch.int64)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x

@@ -1,0 +1,250 @@
+"""Datasets that are folders of image files: by class, by client, and three published layouts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from fedstill.core.errors import DataError
+from fedstill.data.formats.decoded import Array, Decoded, Part, SourceFile, hold_out, source_file
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
+GREY = ("1", "L", "LA")
+DEEP = ("I", "F")  # more than 8 bits; also I;16 and the like
+
+
+@dataclass
+class Labelled:
+    """Image files with the names of their classes and, where known, of their owners."""
+
+    files: list[SourceFile]
+    labels: list[str]
+    clients: list[str] | None = None
+
+
+@dataclass
+class Tree:
+    """The files of a dataset; without a test part, one is held out."""
+
+    root: Path
+    train: Labelled
+    test: Labelled | None
+
+    def files(self) -> list[SourceFile]:
+        """Every image file."""
+        return self.train.files + (self.test.files if self.test else [])
+
+
+# --- layouts ---
+
+
+def folder(root: Path) -> Tree:
+    """`clients/<client>/<class>/*`, else `train/<class>/*` with `test/<class>/*`, else `<class>/*`.
+
+    `test` is optional everywhere.
+    """
+    test = by_class(root / "test") if (root / "test").is_dir() else None
+    if (root / "clients").is_dir():
+        owners: list[str] = []
+        train = Labelled([], [], owners)
+        for client in subfolders(root / "clients"):
+            mine = by_class(client)
+            train.files += mine.files
+            train.labels += mine.labels
+            owners += [client.name] * len(mine.files)
+    elif (root / "train").is_dir():
+        train = by_class(root / "train")
+    else:
+        train, test = by_class(root), None
+    if not train.files:
+        raise DataError(
+            f"{root}: no image files found in <class>/, train/<class>/ or clients/<client>/<class>/ "
+            f"(for the files of a published dataset give its name, and this folder as data_dir)"
+        )
+    return Tree(root, train, test)
+
+
+def by_class(root: Path, inner: str = "") -> Labelled:
+    """Images in one folder per class; `inner` names a folder between the class and its images."""
+    found = Labelled([], [])
+    for class_folder in subfolders(root):
+        files = image_files(class_folder / inner)
+        found.files += files
+        found.labels += [class_folder.name] * len(files)
+    return found
+
+
+def tiny_imagenet_files(root: Path) -> list[SourceFile]:
+    """Every file that Tiny ImageNet's two labelled parts are made from."""
+    annotations = source_file(root / "val" / "val_annotations.txt")
+    return [annotations, *by_class(root / "train", "images").files, *image_files(root / "val" / "images")]
+
+
+def tiny_imagenet(root: Path) -> Tree:
+    """The published validation images are the test split: the published test images have no labels."""
+    annotations = root / "val" / "val_annotations.txt"
+    class_of = {row[0]: row[1] for row in _rows(annotations, columns=2)}
+    files = image_files(root / "val" / "images")
+    unlabelled = [file.path for file in files if os.path.basename(file.path) not in class_of]
+    if unlabelled:
+        raise DataError(f"{annotations}: no line for {os.path.basename(unlabelled[0])}")
+    test = Labelled(files, [class_of[os.path.basename(file.path)] for file in files])
+    return Tree(root, by_class(root / "train", "images"), test)
+
+
+def celeba_files(root: Path) -> list[SourceFile]:
+    """Every file that the CelebA splits are made from."""
+    lists = [source_file(root / name) for name in ("list_attr_celeba.txt", "list_eval_partition.txt")]
+    return [*lists, *image_files(root / "img_align_celeba")]
+
+
+def celeba(root: Path) -> Tree:
+    """Gender of aligned faces; the published training and test parts, the validation part unused."""
+    attributes = root / "list_attr_celeba.txt"
+    rows = _rows(attributes, columns=1)
+    if len(rows) < 3 or "Male" not in rows[1]:
+        raise DataError(f"{attributes}: the second line does not name the attribute Male")
+    column = 1 + rows[1].index("Male")
+    if any(len(row) <= column or row[column] not in ("1", "-1") for row in rows[2:]):
+        raise DataError(f"{attributes}: damaged or truncated (an attribute is not 1 or -1)")
+    gender = {row[0]: "male" if row[column] == "1" else "female" for row in rows[2:]}
+    on_disk = {os.path.basename(file.path): file for file in image_files(root / "img_align_celeba")}
+    parts = {"0": Labelled([], []), "1": Labelled([], []), "2": Labelled([], [])}
+    for name, part, *_ in _rows(root / "list_eval_partition.txt", columns=2):
+        if name not in on_disk or name not in gender or part not in parts:
+            where = root / "img_align_celeba" / name if name not in on_disk else attributes
+            raise DataError(f"{where}: missing or without entry, but list_eval_partition.txt names {name}")
+        parts[part].files.append(on_disk[name])
+        parts[part].labels.append(gender[name])
+    return Tree(root, parts["0"], parts["2"])
+
+
+def subfolders(root: Path) -> list[Path]:
+    """Visible folders in a folder, in the order of their class numbers."""
+    found = [entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")]
+    return [root / name for name in class_order(found)]
+
+
+def image_files(root: Path) -> list[SourceFile]:
+    """Image files in one folder, by name."""
+    if not root.is_dir():
+        return []
+    with os.scandir(root) as entries:
+        found = [
+            (entry.path, entry.stat())
+            for entry in entries
+            if entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".")
+        ]
+    return sorted(SourceFile(path, status.st_size, status.st_mtime_ns) for path, status in found)
+
+
+def class_order(names: Iterable[str]) -> list[str]:
+    """Sorted names; whole numbers sort by value, so that folder 10 comes after folder 9.
+
+    >>> class_order(["10", "9"]), class_order(["b", "a", "10"])
+    (['9', '10'], ['10', 'a', 'b'])
+    """
+    names = set(names)
+    if all(name.isascii() and name.isdigit() for name in names):
+        return sorted(names, key=lambda name: (int(name), name))
+    return sorted(names)
+
+
+def _rows(path: Path, columns: int) -> list[list[str]]:
+    try:
+        rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+    if any(len(row) < columns for row in rows):
+        raise DataError(f"{path}: damaged or truncated (a line with fewer than {columns} columns)")
+    return rows
+
+
+# --- pixels ---
+
+
+def decode(tree: Tree, image_size: int = 0, colour: bool = False, classes: Sequence[str] | None = None) -> Decoded:
+    """Decode every file. Images are RGB, or one channel if all are grey and `colour` is not asked for.
+
+    With `image_size` they are resized while being read, so that large originals never fill the memory.
+    """
+    names = class_order(tree.train.labels) if classes is None else list(classes)
+    number = {name: index for index, name in enumerate(names)}
+    client_names = class_order(tree.train.clients or [])
+    client_number = {name: index for index, name in enumerate(client_names)}
+
+    def numbered(part: Labelled) -> tuple[Array, Array | None]:
+        stray = next((i for i, label in enumerate(part.labels) if label not in number), None)
+        if stray is not None:
+            raise DataError(f"{part.files[stray].path}: class {part.labels[stray]!r} is not among the training classes")
+        y = np.array([number[label] for label in part.labels], np.int64)
+        if part.clients is None:
+            return y, None
+        return y, np.array([client_number[client] for client in part.clients], np.int64)
+
+    if not tree.train.files or (tree.test is not None and not tree.test.files):
+        raise DataError(f"{tree.root}: no image files in the {'test' if tree.train.files else 'training'} part")
+    files, (y, client) = tree.train.files, numbered(tree.train)
+    if tree.test is None:
+        train_at, test_at = hold_out(y, client)
+    else:
+        train_at, test_at = np.arange(len(y)), np.arange(len(y), len(y) + len(tree.test.files))
+        files = files + tree.test.files
+        y = np.concatenate([y, numbered(tree.test)[0]])
+    paths = [file.path for file in files]
+    size = (image_size, image_size) if image_size else _size(paths[0])
+    x_train, grey_train = _pixels([paths[i] for i in train_at], size, bool(image_size))
+    x_test, grey_test = _pixels([paths[i] for i in test_at], size, bool(image_size))
+    if grey_train and grey_test and not colour:
+        x_train, x_test = (np.ascontiguousarray(x[..., :1]) for x in (x_train, x_test))
+    return Decoded(
+        Part(x_train, y[train_at], None if client is None else client[train_at]),
+        Part(x_test, y[test_at], None if client is None or tree.test else client[test_at]),
+        tuple(names),
+        tuple(client_names),
+    )
+
+
+def _pixels(paths: list[str], size: tuple[int, int], resize: bool) -> tuple[Array, bool]:
+    """Images as (N, H, W, 3), and whether all of them are grey."""
+    height, width = size
+    x = np.empty((len(paths), height, width, 3), np.uint8)
+
+    def fill(index: int) -> bool:
+        image = _open(paths[index])
+        if resize and image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        if image.size != (width, height):
+            raise DataError(
+                f"{paths[index]}: {image.width}x{image.height} pixels where others have {width}x{height}; "
+                f"set image_size to bring all to one size"
+            )
+        pixels = np.asarray(image)
+        x[index] = pixels[..., None] if image.mode == "L" else pixels
+        return image.mode == "L"
+
+    # Pillow releases the interpreter while it decodes, so threads share the work.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        grey = list(pool.map(fill, range(len(paths)), chunksize=64))
+    return x, all(grey)
+
+
+def _size(path: str) -> tuple[int, int]:
+    image = _open(path)
+    return image.height, image.width
+
+
+def _open(path: str) -> Image.Image:
+    try:
+        with Image.open(path) as image:
+            if image.mode.startswith(DEEP):
+                raise DataError(f"{path}: more than 8 bits per channel ({image.mode}); convert it to 8 bits")
+            return image.convert("L" if image.mode in GREY else "RGB")
+    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path}: damaged, or not an image ({error})") from error

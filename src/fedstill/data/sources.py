@@ -1,0 +1,356 @@
+"""The datasets known by name, where their files are looked for, and `load`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from fedstill.core.errors import DataError, SettingError, unknown
+from fedstill.data import download
+from fedstill.data.cache import cached
+from fedstill.data.dataset import Dataset
+from fedstill.data.download import Download, Progress
+from fedstill.data.formats import arrays, cifar, idx, images, mat
+from fedstill.data.formats.decoded import Decoded, SourceFile, finish, source_file, to_dataset
+
+EMBEDDED = Path(__file__).parent / "embedded" / "fashion-mini.npz"
+
+Decode = Callable[[tuple[Path, ...], int], Decoded]  # found paths, image size (0: as stored)
+
+
+def _listed(paths: tuple[Path, ...]) -> list[SourceFile]:
+    return [source_file(path) for path in paths]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A published dataset: what it holds, which files it comes in, and how they are decoded."""
+
+    name: str
+    train: int
+    test: int
+    classes: int
+    shape: tuple[int, int, int]
+    origin: str  # the page that publishes it
+    layouts: tuple[tuple[str, ...], ...]  # each a complete set of paths; any of them, also with .gz, is enough
+    decode: Decode
+    files: Callable[[tuple[Path, ...]], list[SourceFile]] = _listed
+    inside: tuple[str, ...] = ("",)  # folders within the dataset's own that may hold the paths
+    downloads: tuple[Download, ...] = ()
+    image_size: int = 0  # what images are resized to unless asked otherwise
+
+
+@dataclass(frozen=True)
+class Description:
+    """One row of the list of datasets."""
+
+    name: str
+    train: int
+    test: int
+    classes: int
+    shape: tuple[int, int, int]
+    origin: str
+    found: str  # where the files are, "in the package", or "" if they are not there
+
+
+def names() -> tuple[str, ...]:
+    """Names that `load` knows."""
+    return ("fashion-mini", *SOURCES)
+
+
+def data_folder(data_dir: str | Path | None = None) -> Path:
+    """Where datasets are looked for: the given folder, else FEDSTILL_DATA, else ~/.cache/fedstill/data."""
+    return Path(data_dir or os.environ.get("FEDSTILL_DATA") or "~/.cache/fedstill/data").expanduser()
+
+
+def load(
+    name: str, data_dir: str | Path | None = None, image_size: int = 0, progress: Progress | None = None
+) -> Dataset:
+    """A dataset by name, or from a path: an `.npz` file or a folder of images.
+
+    Files are looked for in `<data_dir>/<name>/` and in `data_dir` itself, and downloaded if they are in
+    neither and FEDSTILL_OFFLINE is not 1. `image_size` resizes images to that many pixels a side.
+
+    >>> data = load("fashion-mini")
+    >>> len(data.train), len(data.test), tuple(data.shape)
+    (6000, 1000, (1, 28, 28))
+    """
+    if image_size < 0:
+        raise SettingError(f"image_size is {image_size}; give the pixels of a side, or 0 to keep images as they are")
+    if name == "fashion-mini":
+        # Small enough to read every time, which spares the first run any trace on the disk.
+        return to_dataset(finish(arrays.read_npz(EMBEDDED), image_size), name)
+    if name in SOURCES:
+        return _load_named(SOURCES[name], data_folder(data_dir), image_size, progress)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        tree = images.folder(path)
+        decoded = cached(
+            "folder",
+            image_size,
+            path,
+            tree.files(),
+            lambda: finish(images.decode(tree, image_size), image_size),
+        )
+        return to_dataset(decoded, path.resolve().name)
+    if path.is_file():
+        if path.suffix != ".npz":
+            raise DataError(f"{path}: a dataset is a folder of images or an .npz file")
+        decoded = cached(
+            "npz",
+            image_size,
+            path.parent,
+            [source_file(path)],
+            lambda: finish(arrays.read_npz(path), image_size),
+        )
+        return to_dataset(decoded, path.stem)
+    raise unknown("dataset", name, names())
+
+
+def describe(data_dir: str | Path | None = None) -> list[Description]:
+    """What each name stands for and whether its files are there; nothing is read or downloaded."""
+    mini = Description(
+        *("fashion-mini", 6_000, 1_000, 10, (1, 28, 28)), SOURCES["fashion-mnist"].origin, "in the package"
+    )
+    rows = [mini]
+    for source in SOURCES.values():
+        found = _find(source, data_folder(data_dir))
+        where = "" if found is None else os.path.commonpath([path.parent for path in found])
+        rows.append(
+            Description(
+                *(source.name, source.train, source.test, source.classes, source.shape, source.origin),
+                found=where,
+            )
+        )
+    return rows
+
+
+def _load_named(source: Source, folder: Path, image_size: int, progress: Progress | None) -> Dataset:
+    paths = _find(source, folder) or _obtain(source, folder, progress)
+    size = image_size or source.image_size
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    decoded = cached(source.name, size, root, source.files(paths), lambda: finish(source.decode(paths, size), size))
+    return to_dataset(decoded, source.name)
+
+
+def _places(source: Source, folder: Path) -> Iterator[Path]:
+    """Folders that may hold a dataset's files."""
+    own = [source.name, source.name.replace("-", "_")]
+    plain = source.name.replace("-", "")
+    bases = [folder / name for name in dict.fromkeys(own)]
+    # MNIST and Fashion-MNIST share their file names: a folder named after another dataset is not this one's.
+    called = folder.resolve().name.lower().replace("-", "").replace("_", "")
+    if called == plain or called not in {name.replace("-", "") for name in SOURCES}:
+        bases.append(folder)
+    for base in bases:
+        for inside in source.inside:
+            yield base / inside
+
+
+def _existing(path: Path) -> Path | None:
+    return next((p for p in (path, path.with_name(path.name + ".gz")) if p.exists()), None)
+
+
+def _find(source: Source, folder: Path) -> tuple[Path, ...] | None:
+    for place in _places(source, folder):
+        for layout in source.layouts:
+            found = [_existing(place / name) for name in layout]
+            complete = tuple(path for path in found if path is not None)
+            if len(complete) == len(layout):
+                return complete
+    return None
+
+
+def _obtain(source: Source, folder: Path, progress: Progress | None) -> tuple[Path, ...]:
+    """Download what is missing; if that cannot be, the error says what to put where."""
+    target = folder / source.name
+    reason = ""
+    if source.downloads and not download.allowed():
+        reason = " (not downloaded: FEDSTILL_OFFLINE is set)"
+    elif source.downloads:
+        try:
+            for item in source.downloads:
+                if not (target / item.file_name).exists():
+                    download.fetch(item, target, progress)
+            found = _find(source, folder)
+            if found is not None:
+                return found
+        except DataError as error:
+            reason = f" ({error})"
+    # Name what is missing from the layout that is nearest to complete.
+    missing = min(
+        (
+            [name for name in layout if _existing(place / name) is None]
+            for place in _places(source, folder)
+            for layout in source.layouts
+        ),
+        key=len,
+    )
+    more = f" and {len(missing) - 2} more" if len(missing) > 2 else ""
+    address = source.downloads[0].url if len(source.downloads) == 1 else source.origin
+    raise DataError(
+        f"{source.name}: {', '.join(missing[:2])}{more} not found; get it from {address} and put it in {target}{reason}"
+    )
+
+
+# --- the list ---
+
+
+def _of_files(decode: Callable[[Sequence[Path]], Decoded]) -> Decode:
+    """A decoder that leaves resizing to `finish`."""
+    return lambda paths, _size: decode(paths)
+
+
+def _cinic10_tree(paths: tuple[Path, ...]) -> images.Tree:
+    return images.Tree(paths[0].parent, images.by_class(paths[0]), images.by_class(paths[1]))
+
+
+_MNIST_FILES = (
+    *("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    *("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+)
+
+
+def _mnist_downloads(address: str, *checksums: str) -> tuple[Download, ...]:
+    return tuple(Download(f"{address}{n}.gz", md5) for n, md5 in zip(_MNIST_FILES, checksums, strict=True))
+
+
+def _emnist(split: str, train: int, test: int, classes: tuple[str, ...], first_label: int) -> Source:
+    return Source(
+        *(f"emnist-{split}", train, test, len(classes), (1, 28, 28)),
+        origin="https://www.nist.gov/itl/products-and-services/emnist-dataset",
+        layouts=(
+            tuple(
+                f"emnist-{split}-{part}-{kind}"
+                for part in ("train", "test")
+                for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
+            ),
+        ),
+        decode=_of_files(partial(idx.decode, classes=classes, first_label=first_label, transposed=True)),
+        inside=("", "gzip", "raw"),
+        downloads=(
+            Download(
+                "https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip",
+                "58c8d27c78d21e728a6bc7b3cc06412e",
+                members=f"gzip/emnist-{split}-",
+            ),
+        ),
+    )
+
+
+def _cifar(name: str, classes: tuple[str, ...], layouts: tuple[tuple[str, ...], ...], archive: str, md5: str) -> Source:
+    return Source(
+        *(name, 50_000, 10_000, len(classes), (3, 32, 32)),
+        origin="https://www.cs.toronto.edu/~kriz/cifar.html",
+        layouts=layouts,
+        decode=_of_files(partial(cifar.decode, classes=classes)),
+        downloads=(Download(f"https://www.cs.toronto.edu/~kriz/{archive}", md5),),
+    )
+
+
+_BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+
+SOURCES: dict[str, Source] = {
+    source.name: source
+    for source in (
+        Source(
+            *("fashion-mnist", 60_000, 10_000, 10, (1, 28, 28)),
+            origin="https://github.com/zalandoresearch/fashion-mnist",
+            layouts=(_MNIST_FILES,),
+            decode=_of_files(partial(idx.decode, classes=idx.FASHION)),
+            inside=("", "raw"),
+            downloads=_mnist_downloads(
+                "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+                *("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "25c81989df183df01b3e8a0aad5dffbe"),
+                *("bef4ecab320f06d8554ea6380940ec79", "bb300cfdad3c16e7a12a480ee83cd310"),
+            ),
+        ),
+        Source(
+            *("mnist", 60_000, 10_000, 10, (1, 28, 28)),
+            origin="https://ossci-datasets.s3.amazonaws.com/mnist/",
+            layouts=(_MNIST_FILES,),
+            decode=_of_files(partial(idx.decode, classes=idx.DIGITS)),
+            inside=("", "raw"),
+            downloads=_mnist_downloads(
+                "https://ossci-datasets.s3.amazonaws.com/mnist/",
+                *("f68b3c2dcbeaaa9fbdd348bbdeb94873", "d53e105ee54ea40749a09fcbcd1e9432"),
+                *("9fb629c4189551a2d022fa330f9573f3", "ec29112dd5afa0611ce80d1b7f02629c"),
+            ),
+        ),
+        _emnist("letters", 124_800, 20_800, idx.EMNIST_LETTERS, first_label=1),
+        _emnist("balanced", 112_800, 18_800, idx.EMNIST_BALANCED, first_label=0),
+        _emnist("byclass", 697_932, 116_323, idx.EMNIST_BYCLASS, first_label=0),
+        Source(
+            *("svhn", 73_257, 26_032, 10, (3, 32, 32)),
+            origin="http://ufldl.stanford.edu/housenumbers/",
+            layouts=(("train_32x32.mat", "test_32x32.mat"),),
+            decode=_of_files(mat.decode),
+            downloads=(
+                Download(
+                    "http://ufldl.stanford.edu/housenumbers/train_32x32.mat",
+                    "e26dedcc434d2e4c54c9b2d4a06d8373",
+                ),
+                Download(
+                    "http://ufldl.stanford.edu/housenumbers/test_32x32.mat",
+                    "eb5a983be6a315427106f1b164d9cef3",
+                ),
+            ),
+        ),
+        _cifar(
+            *("cifar10", cifar.CIFAR10),
+            layouts=(
+                tuple(f"cifar-10-batches-bin/{batch}.bin" for batch in _BATCHES),
+                tuple(f"cifar-10-batches-py/{batch}" for batch in _BATCHES),
+            ),
+            archive="cifar-10-binary.tar.gz",
+            md5="c32a1d4ab5d03f1284b67883e8d87530",
+        ),
+        _cifar(
+            *("cifar100", cifar.CIFAR100),
+            layouts=(
+                ("cifar-100-binary/train.bin", "cifar-100-binary/test.bin"),
+                ("cifar-100-python/train", "cifar-100-python/test"),
+            ),
+            archive="cifar-100-binary.tar.gz",
+            md5="03b5dce01913d631647c71ecec9e9cb8",
+        ),
+        Source(
+            *("cinic10", 90_000, 90_000, 10, (3, 32, 32)),
+            origin="https://doi.org/10.7488/ds/2448",
+            layouts=(("train", "test", "train/airplane", "test/airplane"),),
+            decode=lambda paths, size: images.decode(_cinic10_tree(paths), size, colour=True, classes=cifar.CIFAR10),
+            files=lambda paths: _cinic10_tree(paths).files(),
+            inside=("", "CINIC-10"),
+            downloads=(
+                Download(
+                    "https://datashare.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz",
+                    "6ee4d0c996905fe93221de577967a372",
+                ),
+            ),
+        ),
+        Source(
+            *("tiny-imagenet", 100_000, 10_000, 200, (3, 64, 64)),
+            origin="http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+            layouts=(("train", "val/val_annotations.txt", "val/images"),),
+            decode=lambda paths, size: images.decode(images.tiny_imagenet(paths[0].parent), size, colour=True),
+            files=lambda paths: images.tiny_imagenet_files(paths[0].parent),
+            inside=("", "tiny-imagenet-200"),
+            downloads=(
+                Download("http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de"),
+            ),
+        ),
+        Source(
+            *("celeba", 162_770, 19_962, 2, (3, 64, 64)),
+            origin="https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html",
+            layouts=(("img_align_celeba", "list_attr_celeba.txt", "list_eval_partition.txt"),),
+            decode=lambda paths, size: images.decode(
+                images.celeba(paths[0].parent), size, colour=True, classes=("female", "male")
+            ),
+            files=lambda paths: images.celeba_files(paths[0].parent),
+            image_size=64,
+        ),
+    )
+}

@@ -1,0 +1,42 @@
+"""Where client work runs. Every engine gives the same answers, bit for bit."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+from fedstill.core import tree
+from fedstill.core.tree import Message, Tree
+from fedstill.engine.worker import Request, Worker
+
+
+class Engine(ABC):
+    """Carries requests to workers."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @abstractmethod
+    def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
+        """Answers in the order of the requests, whatever the order in which they were worked out."""
+
+    def close(self) -> None:  # noqa: B027 - not every engine starts something
+        """Stop whatever was started."""
+
+
+class Inline(Engine):
+    """Everything in the calling process: slow, and easy to debug."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
+        # Through bytes and back, so that nothing passes here that would not pass a real wire.
+        down = tree.decode(tree.encode(down))
+        for request in requests:
+            yield tree.decode(tree.encode(self._worker.handle(request, down)))

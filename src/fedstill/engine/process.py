@@ -1,0 +1,179 @@
+"""A pool of worker processes, one thread each."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from fedstill.core import tree
+from fedstill.core.errors import FedstillError
+from fedstill.core.tree import Message, Tree
+from fedstill.engine.base import Engine
+from fedstill.engine.worker import Request, Score, Train, Worker
+
+# Forked workers start at once, see the data without copying, and need nothing to be importable: a method or
+# network typed into a notebook works. Where a system cannot fork, they are spawned.
+_CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+_QUEUED = 2  # requests a worker may hold, so that it never waits for the next
+_DEATHS_ALLOWED = 3
+_REQUESTS: dict[str, type[Train] | type[Score]] = {"Train": Train, "Score": Score}
+
+
+@dataclass
+class _Hand:
+    """One worker process and the places in the queue that it holds."""
+
+    process: BaseProcess
+    pipe: Connection
+    holds: deque[int] = field(default_factory=deque)
+    knows: bytes | None = None  # what was broadcast to it last
+
+
+class Processes(Engine):
+    """Spreads requests over worker processes; replaces a worker that dies and repeats what it held."""
+
+    def __init__(self, worker: Worker, workers: int) -> None:
+        self._worker = worker
+        self._hands: list[_Hand] = []
+        self._count = workers
+        self.deaths = 0
+
+    def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
+        broadcast = tree.encode({"down": down})
+        while len(self._hands) < min(self._count, len(requests)):
+            self._hands.append(self._hire(self._hands))
+        todo = deque(range(len(requests)))
+        done: dict[int, Tree] = {}
+        deaths: dict[int, int] = {}
+        # Far enough ahead to keep everyone busy behind one slow client, near enough to bound what waits here.
+        window = 4 * _QUEUED * self._count
+        try:
+            for place in range(len(requests)):
+                while place not in done:
+                    for hand in list(self._hands):
+                        while todo and todo[0] < place + window and len(hand.holds) < _QUEUED:
+                            if not self._give(hand, todo, requests, broadcast):
+                                self._replace(hand, todo, deaths)
+                                break
+                    ready = wait([h.pipe for h in self._hands if h.holds])
+                    for hand in [h for h in self._hands if h.pipe in ready]:
+                        try:
+                            answer = tree.decode(hand.pipe.recv_bytes())
+                        except (EOFError, OSError):
+                            self._replace(hand, todo, deaths)
+                            continue
+                        if "error" in answer:
+                            raise FedstillError(answer["error"])
+                        done[hand.holds.popleft()] = answer["answer"]
+                yield done.pop(place)
+        except BaseException:
+            self.close()  # answers still under way must not be taken for those of the next call
+            raise
+
+    def close(self) -> None:
+        for hand in self._hands:
+            hand.pipe.close()
+            hand.process.kill()
+        for hand in self._hands:
+            hand.process.join()
+        self._hands = []
+
+    def _hire(self, others: list[_Hand]) -> _Hand:
+        ours, theirs = _CONTEXT.Pipe()
+        process = _CONTEXT.Process(
+            target=_serve,
+            args=(self._worker, theirs, [ours, *(h.pipe for h in others)], os.getpid()),
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        return _Hand(process, ours)
+
+    def _give(self, hand: _Hand, todo: deque[int], requests: Sequence[Request], broadcast: bytes) -> bool:
+        """Hand over the next request; False if the worker is gone."""
+        request = requests[todo[0]]
+        try:
+            if hand.knows is not broadcast:
+                hand.pipe.send_bytes(broadcast)
+                hand.knows = broadcast
+            hand.pipe.send_bytes(tree.encode({"kind": type(request).__name__, **asdict(request)}))
+        except OSError:
+            return False
+        hand.holds.append(todo.popleft())
+        return True
+
+    def _replace(self, hand: _Hand, todo: deque[int], deaths: dict[int, int]) -> None:
+        """A new worker for one that died, and its requests back to the head of the queue."""
+        hand.process.kill()
+        hand.process.join()
+        hand.pipe.close()
+        self._hands.remove(hand)
+        self.deaths += 1
+        if hand.holds:
+            first = hand.holds[0]
+            deaths[first] = deaths.get(first, 0) + 1
+            if deaths[first] >= _DEATHS_ALLOWED:
+                code = hand.process.exitcode
+                raise FedstillError(
+                    f"the same work ended its worker process {_DEATHS_ALLOWED} times (exit code {code}); "
+                    "is there enough memory? Fewer --workers need less"
+                )
+            todo.extendleft(reversed(hand.holds))
+        self._hands.append(self._hire(self._hands))
+
+
+def _serve(worker: Worker, pipe: Connection, inherited: list[Connection], parent: int) -> None:
+    """The life of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _die_with_parent(parent)
+    if _CONTEXT.get_start_method() == "fork":
+        for other in inherited:  # else a pipe stays open after its owner died, and nobody notices
+            with contextlib.suppress(OSError):
+                other.close()
+    torch.set_num_threads(1)
+    down: Message = {}
+    while True:
+        try:
+            request = tree.decode(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        if "down" in request:
+            down = request["down"]
+            continue
+        try:
+            answer = {"answer": worker.handle(_REQUESTS[request.pop("kind")](**request), down)}
+            data = tree.encode(answer)
+        except FedstillError as error:
+            data = tree.encode({"error": str(error)})
+        except OSError as error:
+            data = tree.encode({"error": f"{error.filename or 'worker'}: {error.strerror or error}"})
+        except Exception:  # noqa: BLE001 - whatever a user's method raises is carried to the parent
+            data = tree.encode({"error": f"client work failed:\n{traceback.format_exc()}"})
+        try:
+            pipe.send_bytes(data)
+        except OSError:
+            return
+
+
+def _die_with_parent(parent: int) -> None:
+    """Have the system end this process when its parent is killed, so that no orphan goes on writing."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)

@@ -1,0 +1,92 @@
+"""The client's side of a run: whoever holds a worker can do any client's share of a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fedstill.core.store import Store
+from fedstill.core.tree import Message, Tree
+from fedstill.data.federation import Federation
+from fedstill.methods.base import Method
+from fedstill.train.client import Client
+from fedstill.train.evaluate import EVAL_BATCH, score
+from fedstill.train.task import Samples, Task
+
+Source = Literal["test", "local"]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Ask a client to train. `measure`: also report how its own model does on its own test data."""
+
+    client: int
+    round: int
+    measure: bool = False
+
+
+@dataclass(frozen=True)
+class Score:
+    """Ask for loss and prediction on samples start to stop of the global test set or of all local test sets."""
+
+    source: Source
+    start: int
+    stop: int
+
+
+Request = Train | Score
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Carries out requests; holds nothing that changes between them but reusable networks."""
+
+    task: Task
+    federation: Federation
+    method: Method
+    store: Store
+
+    def handle(self, request: Request, down: Message) -> Tree:
+        """Do what is asked with what the server sent. The answer is data, ready for any wire."""
+        if isinstance(request, Score):
+            return score(self.task, down["model"], *self._stored(request))
+        return self._train(request, down)
+
+    def _train(self, request: Train, down: Message) -> dict[str, Any]:
+        dataset, index = self.task.dataset, torch.from_numpy(self.federation.train(request.client))
+        client = Client(
+            self.task,
+            request.client,
+            request.round,
+            Samples(dataset.train.x, dataset.train.y, index, dataset.normalise),
+            down,
+            read_state=lambda: self.store.read(request.client, before=request.round) or {},
+        )
+        message = self.method.local(client)
+        if client.touched_state:
+            self.store.write(request.client, request.round, client.touched_state)
+        metrics = {"train_loss": client.trained.loss} if client.trained else {}
+        if request.measure:
+            metrics |= self._local_accuracy(client)
+        return {"samples": len(client.data), "message": message, "metrics": metrics}
+
+    @torch.no_grad()
+    def _local_accuracy(self, client: Client) -> dict[str, float]:
+        """Accuracy of the client's own model, as trained in this round, on its own test data."""
+        held, index = self.federation.test_split, torch.from_numpy(self.federation.test(client.id))
+        if not len(index):
+            return {}
+        test = Samples(held.x, held.y, index, self.task.dataset.normalise)
+        client.net.eval()
+        predicted = torch.cat([client.net(x).argmax(1) for x in test.parts(EVAL_BATCH)])
+        return {"local_accuracy": float((predicted == test.y).double().mean())}
+
+    def _stored(self, request: Score) -> tuple[Tensor, Tensor]:
+        where = slice(request.start, request.stop)
+        if request.source == "test":
+            return self.task.dataset.test.x[where], self.task.dataset.test.y[where]
+        held, index = self.federation.test_split, torch.from_numpy(self.federation.test_index[where])
+        return held.x[index], held.y[index]

@@ -1,0 +1,119 @@
+"""Runs from Python."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedstill.core.errors import SettingError
+from fedstill.data.dataset import Dataset
+from fedstill.data.federation import Federation
+from fedstill.experiment.config import Config, resolve
+from fedstill.experiment.logfile import logging_to
+from fedstill.experiment.rundir import Record, RunDirectory
+from fedstill.experiment.runner import Listener, Run
+from fedstill.experiment.setup import Network, Setup, prepare
+from fedstill.methods import registry
+from fedstill.methods.base import Method
+from fedstill.models.base import Wrapped
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to."""
+
+    summary: Record  # as in summary.json
+    records: list[Record]  # as in metrics.jsonl
+    model: nn.Module  # the trained network: yours, if you brought one
+    path: Path | None  # the run directory, if it was kept
+
+
+def run(
+    method: str | Method = "fedavg",
+    *,
+    data: str | Dataset | Federation = "fashion-mini",
+    model: str | Network = "lenet5",
+    out: str | Path | None = None,
+    force: bool = False,
+    listener: Listener | None = None,
+    **settings: Any,
+) -> Result:
+    """Train a federation.
+
+    `data` and `model` are names or objects of your own (see `fedstill.from_arrays`); `settings` are those of
+    `fedstill run` and the method's own. Without `out` nothing is kept on disk.
+
+    >>> result = run("fedprox", rounds=1, clients=4, epochs=1, mu=0.1, fraction=0.05, engine="inline")
+    >>> result.summary["rounds"]
+    1
+    """
+    config = _config(method, data, model, settings)
+    own: dict[str, Any] = {
+        "method": None if isinstance(method, str) else method,
+        "data": None if isinstance(data, str) else data,
+        "model": None if isinstance(model, str) else model,
+    }
+    if out is not None:
+        return start(config, Path(out), force=force, listener=listener, **own)
+    with tempfile.TemporaryDirectory(prefix="fedstill-") as folder:
+        result = start(config, Path(folder) / "run", listener=listener, **own)
+        return replace(result, path=None)
+
+
+def start(config: Config, path: Path, *, force: bool = False, listener: Listener | None = None, **own: Any) -> Result:
+    """Carry out a configuration in a new run directory; `own` are the objects that `prepare` takes."""
+    setup = prepare(config, **own)
+    return _execute(setup, RunDirectory.create(path, config, force=force), listener)
+
+
+def resume(
+    path: str | Path,
+    *,
+    method: Method | None = None,
+    data: Dataset | Federation | None = None,
+    model: Network | None = None,
+    rounds: int | None = None,
+    listener: Listener | None = None,
+) -> Result:
+    """Continue a run where it stopped, or with more `rounds` after it ended. Objects must be given again."""
+    directory = RunDirectory.open(Path(path))
+    config = directory.config(custom_method=method is not None)
+    for name, given in (("method", method), ("data", data), ("model", model)):
+        if getattr(config, name).startswith("<") and given is None:
+            raise SettingError(f"{path} was run with a {name} of your own, {getattr(config, name)}; give it again")
+    if rounds is not None and rounds != config.rounds:
+        last = max((r["round"] for r in directory.records()), default=0)
+        if rounds < last:
+            raise SettingError(f"rounds = {rounds}: {path} has {last} already")
+        config = config.model_copy(update={"rounds": rounds})
+        directory.write_config(config)
+    setup = prepare(config, data=data, model=model, method=method)
+    return _execute(setup, directory, listener)
+
+
+def _execute(setup: Setup, directory: RunDirectory, listener: Listener | None) -> Result:
+    try:
+        with logging_to(directory.path / "log.txt"):
+            run = Run(setup, directory, listener)
+            summary = run.execute()
+        net = run.setup.task.build().module
+        module = net.module if isinstance(net, Wrapped) else net
+        module.load_state_dict(run.trained_state_dict())
+        module.eval()
+        return Result(summary, run.records, module, directory.path)
+    finally:
+        directory.release()
+
+
+def _config(method: str | Method, data: object, model: object, settings: dict[str, Any]) -> Config:
+    named = {"method": method, "data": data, "model": model}
+    for name, value in named.items():
+        if not isinstance(value, str):
+            named[name] = f"<{getattr(value, '__name__', type(value).__name__)}>"
+    if isinstance(method, Method):
+        return resolve(settings | named | {"hyper": registry.settings_of(method)}, custom_method=True)
+    return resolve(settings | named)

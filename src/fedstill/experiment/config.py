@@ -1,0 +1,157 @@
+"""The settings of a run: checked before work starts, written as TOML that reproduces it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedstill.core import custom
+from fedstill.core.errors import SettingError, unknown
+from fedstill.data import augment
+from fedstill.methods import registry
+from fedstill.train.task import BufferPolicy
+
+
+class Config(BaseModel):
+    """Every setting of a run, with its default and meaning. A method's own are in `hyper`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: str = Field("fedavg", description="method id, or file.py:Class")
+    # who holds what
+    data: str = Field("fashion-mini", description="dataset name, a folder, an .npz file, or file.py:function")
+    data_dir: str = Field("", description="where dataset files are; default $FEDSTILL_DATA")
+    image_size: int = Field(0, ge=0, description="resize images to this; 0: as the model needs, else as they are")
+    fraction: float = Field(1.0, gt=0, le=1, description="share of the training data used, of each class")
+    imbalance_factor: float = Field(1.0, ge=1, description="long tail: largest class over smallest; 1: as it is")
+    pool: float = Field(0.0, ge=0, description="samples the server holds: a count, or a share if below 1")
+    partition: str = Field("dirichlet", description="how the data are divided among clients")
+    clients: int = Field(20, ge=0, description="number of clients; 0: as many as the data name (natural)")
+    alpha: float = Field(0.1, gt=0, description="Dirichlet concentration; smaller is more heterogeneous")
+    min_size: int = Field(-1, ge=-1, description="fewest samples a client may get; -1: the partition's own")
+    shards_per_client: int = Field(2, ge=1, description="classes (shards) a client gets (shards)")
+    size_sigma: float = Field(0.0, ge=0, description="log-normal spread of the clients' sizes (dir_client_prior)")
+    min_share: float = Field(0.5, ge=0, lt=1, description="smallest share of a mean client's size (dir_feddf)")
+    ratio: float = Field(0.5, gt=0, le=1, description="share of the data used (dir_fedgen)")
+    samples_per_client: int = Field(0, ge=0, description="samples a client keeps at most; 0: all")
+    test_fraction: float = Field(0.2, ge=0, lt=1, description="share of a client's data held out for its own test")
+    local_test: Literal["split", "matched"] = Field(
+        "split",
+        description="a client's test data: split from its own, or drawn from the test set like its own",
+    )
+    # what is learnt
+    model: str = Field("lenet5", description="network name, or file.py:function")
+    model_options: dict[str, Any] = Field(default_factory=dict, description="options of the network")
+    augment: str = Field("", description='e.g. "crop,flip" or "flip,rotate:15,scale:0.8-1.0"')
+    buffers: BufferPolicy = Field(
+        "average", description="BatchNorm statistics: average them, keep them local, or drop them"
+    )
+    # how it is learnt
+    rounds: int = Field(30, ge=1, description="communication rounds")
+    participation: float = Field(0.2, gt=0, le=1, description="share of clients active in a round")
+    epochs: int = Field(5, ge=1, description="local epochs a round")
+    local_unit: Literal["epochs", "equal_steps"] = Field(
+        "epochs", description="an epoch is a pass over the client's data, or the same number of steps for all"
+    )
+    batch_size: int = Field(32, ge=1, description="local batch size")
+    optimizer: Literal["sgd", "adam"] = Field("sgd", description="local optimiser")
+    lr: float = Field(0.05, gt=0, description="local learning rate")
+    lr_decay: float = Field(1.0, gt=0, le=1, description="factor on lr after each round")
+    momentum: float = Field(0.0, ge=0, lt=1, description="local momentum (sgd)")
+    weight_decay: float = Field(0.0, ge=0, description="local weight decay")
+    clip: float = Field(0.0, ge=0, description="largest gradient norm; 0: no clipping")
+    # how it is run
+    seed: int = Field(0, ge=0, description="the same seed gives the same bits")
+    engine: Literal["process", "inline"] = Field("process", description="worker processes, or all in this one")
+    workers: int = Field(0, ge=0, description="worker processes; 0: one a core")
+    eval_every: int = Field(1, ge=0, description="evaluate every so many rounds; 0: only after the last")
+    checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
+    min_clients: int = Field(1, ge=1, description="stop if fewer clients of a round give a usable answer")
+    target: float = Field(0.0, ge=0, le=1, description="report the first round with this accuracy; 0: none")
+    hyper: dict[str, Any] = Field(default_factory=dict, description="the method's own settings")
+
+    def toml(self) -> str:
+        """The configuration as TOML, all settings written out."""
+        return tomli_w.dumps(self.model_dump())
+
+
+def resolve(*layers: Mapping[str, Any], custom_method: bool = False) -> Config:
+    """One complete configuration from several partial ones, the later ones first in rank.
+
+    A name that is not a setting of the run is taken for one of the method's own, wherever it stands.
+    """
+    merged: dict[str, Any] = {}
+    hyper: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            if key == "hyper":
+                if not isinstance(value, Mapping):
+                    raise SettingError(f"hyper = {value!r}: a table of the method's settings is needed")
+                hyper |= value
+            elif key in Config.model_fields:
+                merged[key] = value
+            else:
+                hyper[key] = value
+    method = merged.get("method", "fedavg")
+    if not custom_method:
+        own = [p.name for p in registry.hyper_parameters(registry.find(method))]
+        for key in hyper:
+            if key not in own:
+                raise unknown("setting", key, [*own, *Config.model_fields])
+        merged["hyper"] = registry.settings_of(registry.make(method, hyper))
+    try:
+        config = Config.model_validate(merged)
+    except ValidationError as error:
+        raise SettingError(registry.explain(error)) from error
+    augment.parse(config.augment)
+    return config
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The settings in a TOML file."""
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError as error:
+        raise SettingError(f"there is no file {path}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f"{path} is not TOML: {error}") from error
+
+
+def parse_assignments(pairs: list[str], method: str) -> dict[str, Any]:
+    """`key=value` words as settings. The method's own settings win over the run's where both have the name."""
+    settings: dict[str, Any] = {}
+    hyper: dict[str, Any] = {}
+    own = {p.name for p in registry.hyper_parameters(registry.find(method))}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key:
+            raise SettingError(f"--set {pair}: write it as key=value")
+        value = _value(text)
+        prefix, _, rest = key.partition(".")
+        if rest and prefix == "model_options":
+            settings.setdefault("model_options", {})[rest] = value
+        elif rest and prefix == "hyper":
+            hyper[rest] = value
+        elif key in own:
+            hyper[key] = value
+        else:
+            settings[key] = value
+    return {**settings, "hyper": hyper}
+
+
+def _value(text: str) -> Any:
+    """A value as TOML reads it; what is not TOML is a string."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def is_config_file(name: str) -> bool:
+    return name.endswith(".toml") and not custom.is_reference(name)

@@ -1,0 +1,180 @@
+"""The run directory: everything a run leaves behind, whole at any moment.
+
+config.toml         every setting; `fedstill run config.toml` repeats the run
+metrics.jsonl       one JSON object a round
+summary.json        best and final numbers, cost, versions; there when the run is finished
+clients.csv         each client's samples and its accuracy under the final model
+model.safetensors   the final model as named tensors
+checkpoints/        the last two rounds' server state, and the clients' own
+log.txt             what happened when
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fedstill.core import tree
+from fedstill.core.errors import DataError, FedstillError, SettingError
+from fedstill.core.files import write_atomic
+from fedstill.core.store import Store
+from fedstill.core.tree import Tree
+from fedstill.experiment.config import Config, read_toml, resolve
+
+Record = dict[str, Any]
+_KEPT = 2
+
+
+class RunDirectory:
+    """Reads and writes one run directory. Only one process at a time may hold it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.client_store = Store(self.checkpoints / "clients")
+        self.server_store = Store(self.checkpoints / "server")
+        self._lock: int | None = None
+
+    @classmethod
+    def create(cls, path: Path, config: Config, *, force: bool = False) -> RunDirectory:
+        """A new run directory; one that is there already is replaced only by `force`."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            if not force:
+                raise SettingError(
+                    f"{path} exists; continue it with 'fedstill resume {path}', choose another --out, "
+                    "or replace it with --force"
+                )
+            if not (path / "config.toml").is_file():
+                raise SettingError(f"{path} is not a run directory; --force will not delete it")
+            cls(path)._take_lock()
+            shutil.rmtree(path)
+        run = cls(path)
+        run.checkpoints.mkdir(parents=True)
+        run.write_config(config)
+        run._take_lock()
+        return run
+
+    @classmethod
+    def open(cls, path: Path, *, lock: bool = True) -> RunDirectory:
+        """A run directory that is there already."""
+        if not (path / "config.toml").is_file():
+            raise SettingError(f"{path} is not a run directory: it has no config.toml")
+        run = cls(path)
+        if lock:
+            run._take_lock()
+        return run
+
+    def write_config(self, config: Config) -> None:
+        """Change the settings of a run that goes on."""
+        held = self._lock
+        write_atomic(self.path / "config.toml", config.toml())
+        if held is not None:  # the lock is on the file that was just replaced
+            self._take_lock()
+            os.close(held)
+
+    def config(self, *, custom_method: bool = False) -> Config:
+        return resolve(read_toml(self.path / "config.toml"), custom_method=custom_method)
+
+    def records(self) -> list[Record]:
+        """The rounds in metrics.jsonl. A line cut short by a crash, and what follows it, is left out."""
+        records: list[Record] = []
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return records
+        for line in path.read_text().splitlines():
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                break
+        return records
+
+    def append(self, record: Record) -> None:
+        """One more line of metrics.jsonl, on disk when this returns."""
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(to_json(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def checkpoint(self, round_: int, state: Tree, active: Iterable[int]) -> None:
+        """Keep the server's state after a round, and forget what only older checkpoints needed.
+
+        `active` are the clients whose state may have changed since the last checkpoint.
+        """
+        path = self._checkpoint_path(round_)
+        write_atomic(path, tree.encode(state))
+        kept = self._checkpoint_rounds()[-_KEPT:]
+        active = list(active)
+        for store in (self.client_store, self.server_store):
+            store.prune(active, needed=kept[0])
+        for old in self._checkpoint_rounds()[:-_KEPT]:
+            self._checkpoint_path(old).unlink()
+
+    def restore(self) -> tuple[int, Tree] | None:
+        """The newest checkpoint that is whole, and everything younger than it undone; None: no round is done."""
+        damaged = []
+        for round_ in reversed(self._checkpoint_rounds()):
+            path = self._checkpoint_path(round_)
+            try:
+                state = tree.decode(path.read_bytes())
+            except DataError:
+                damaged.append(path)
+                continue
+            for bad in damaged:
+                bad.rename(bad.with_suffix(".damaged"))
+            self._undo_after(round_)
+            return round_, state
+        if damaged:
+            raise FedstillError(f"no checkpoint can be read: {damaged[0]} is damaged, and there is no older one")
+        self._undo_after(0)
+        return None
+
+    def write(self, name: str, data: str | bytes) -> None:
+        """One of the files that the end of a run writes."""
+        write_atomic(self.path / name, data)
+
+    def _undo_after(self, round_: int) -> None:
+        self.client_store.rollback(round_)
+        self.server_store.rollback(round_)
+        kept = [r for r in self.records() if r["round"] <= round_]
+        write_atomic(self.path / "metrics.jsonl", "".join(to_json(r) + "\n" for r in kept))
+        for leftover in self.path.rglob(".*"):  # of writes that a crash cut off
+            leftover.unlink(missing_ok=True)
+
+    def _checkpoint_path(self, round_: int) -> Path:
+        return self.checkpoints / f"round-{round_:06d}.safetensors"
+
+    def _checkpoint_rounds(self) -> list[int]:
+        return sorted(int(p.stem.removeprefix("round-")) for p in self.checkpoints.glob("round-*.safetensors"))
+
+    def _take_lock(self) -> None:
+        """Hold the directory until this process ends, however it ends."""
+        self._lock = os.open(self.path / "config.toml", os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise FedstillError(f"{self.path} is in use by another process") from error
+
+    def release(self) -> None:
+        """Let other processes have the directory."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON in which what is not a number is null."""
+
+    def clean(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {k: clean(v) for k, v in node.items()}
+        if isinstance(node, list | tuple):
+            return [clean(v) for v in node]
+        return None if isinstance(node, float) and not math.isfinite(node) else node
+
+    return json.dumps(clean(value), indent=indent)

@@ -1,0 +1,283 @@
+"""The one round loop."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import math
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from fedstill.core import seeds
+from fedstill.core.errors import FedstillError
+from fedstill.core.tree import nbytes
+from fedstill.data.federation import Federation
+from fedstill.engine.base import Engine, Inline
+from fedstill.engine.process import Processes
+from fedstill.engine.worker import Score, Source, Train, Worker
+from fedstill.experiment.rundir import Record, RunDirectory, to_json
+from fedstill.experiment.setup import Setup
+from fedstill.experiment.uplinks import Checked
+from fedstill.methods.base import Server
+from fedstill.metrics.fairness import Fairness, fairness
+from fedstill.models.base import Wrapped
+
+log = logging.getLogger(__name__)
+
+QUALITY = ("accuracy", "loss", "amp", "fm", "wlp", "local_accuracy")
+LOWER_IS_BETTER = ("loss", "fm")
+FINAL_EVALUATIONS = 5
+_SCORED_AT_ONCE = 1000
+
+
+class Listener:
+    """Hears how a run goes on; a progress display overrides what it shows."""
+
+    def started(self, setup: Setup, done: int) -> None: ...
+
+    def round_started(self, round_: int, clients: int) -> None: ...
+
+    def client_done(self) -> None: ...
+
+    def round_done(self, record: Record) -> None: ...
+
+    def ended(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How one model does on the global test set and on every client's own."""
+
+    accuracy: float
+    loss: float
+    per_class: list[float]
+    fair: Fairness
+
+    def record(self) -> Record:
+        fair = self.fair
+        return {"accuracy": self.accuracy, "loss": self.loss, "amp": fair.amp, "fm": fair.fm, "wlp": fair.wlp}
+
+
+class Run:
+    """A run in its directory, new or continued."""
+
+    def __init__(self, setup: Setup, directory: RunDirectory, listener: Listener | None = None) -> None:
+        self.setup, self.directory = setup, directory
+        self.listener = listener or Listener()
+        self.server = Server(setup.task, setup.federation.clients, directory.server_store)
+        self.records: list[Record] = []
+        self._active_since_checkpoint: set[int] = set()
+        restored = directory.restore()
+        if restored is None:
+            setup.method.start(self.server)
+        else:
+            self.server.round, state = restored
+            self.server.model, self.server.state = state["model"], state["state"]
+            self.records = directory.records()
+
+    def execute(self) -> Record:
+        """Run the rounds that are left and write the results."""
+        try:
+            return self._execute()
+        finally:
+            self.listener.ended()
+
+    def _execute(self) -> Record:
+        config = self.setup.config
+        worker = Worker(self.setup.task, self.setup.federation, self.setup.method, self.directory.client_store)
+        with one_thread(), make_engine(config.engine, config.workers, worker) as engine:
+            log.info("rounds %d to %d of %s", self.server.round + 1, config.rounds, config.method)
+            self.listener.started(self.setup, self.server.round)
+            evaluation = None
+            for round_ in range(self.server.round + 1, config.rounds + 1):
+                record, evaluation = self._round(engine, round_)
+                self.records.append(record)
+                self.directory.append(record)
+                if round_ % config.checkpoint_every == 0 or round_ == config.rounds:
+                    self._checkpoint()
+                self.listener.round_done(record)
+            if evaluation is None:
+                evaluation = self._evaluate(engine, next(iter(self._models().values())))
+        summary = self._summary()
+        self._write_results(summary, evaluation)
+        log.info("finished")
+        return summary
+
+    def _round(self, engine: Engine, round_: int) -> tuple[Record, Evaluation | None]:
+        config, method, server = self.setup.config, self.setup.method, self.server
+        began = time.perf_counter()
+        server.round = round_
+        cohort = draw_cohort(self.setup.federation, config.participation, config.seed, round_)
+        due = round_ == config.rounds or (config.eval_every > 0 and round_ % config.eval_every == 0)
+        self.listener.round_started(round_, len(cohort))
+        down = method.downlink(server)
+        uplinks = Checked(
+            cohort,
+            engine.run([Train(k, round_, measure=due) for k in cohort], down),
+            method.wire(self.setup.task).up,
+            least=config.min_clients,
+            tick=self.listener.client_done,
+        )
+        method.aggregate(server, iter(uplinks))
+        if not torch.isfinite(server.model).all():
+            raise FedstillError(f"round {round_}: the global model is no longer finite; a smaller lr may help")
+        self._active_since_checkpoint.update(cohort)
+        trained = time.perf_counter()
+        models = self._models() if due else {}
+        evaluations = {name: self._evaluate(engine, model) for name, model in models.items()}
+        main = next(iter(evaluations.values()), None)
+        record: Record = {"round": round_, **dict.fromkeys(QUALITY)}
+        if main:
+            record |= main.record()
+            record["local_accuracy"] = uplinks.mean("local_accuracy")
+            record["per_class"] = main.per_class
+        record |= {
+            "train_loss": uplinks.mean("train_loss"),
+            "bytes_down": nbytes(down) * len(cohort),
+            "bytes_up": uplinks.bytes_up,
+            "clients": len(cohort),
+            "dropped": len(uplinks.dropped),
+            "seconds": trained - began,
+            "eval_seconds": time.perf_counter() - trained,
+        }
+        others = list(evaluations.items())[1:]
+        if others:
+            record["also"] = {name: evaluation.record() for name, evaluation in others}
+        return record, main
+
+    def _models(self) -> dict[str, Tensor]:
+        return self.setup.method.models(self.server)
+
+    def _evaluate(self, engine: Engine, model: Tensor) -> Evaluation:
+        federation = self.setup.federation
+        test = federation.dataset.test
+        loss, predicted = self._score(engine, model, "test", len(test.y))
+        labels = test.y.numpy()
+        correct = predicted == labels
+        hits = np.bincount(labels[correct], minlength=self.setup.task.classes)
+        counts = np.bincount(labels, minlength=self.setup.task.classes)
+        per_class = [float(h / n) if n else math.nan for h, n in zip(hits, counts, strict=True)]
+        _, local = self._score(engine, model, "local", len(federation.test_index))
+        local_labels = federation.test_split.y.numpy()[federation.test_index]
+        return Evaluation(
+            accuracy=float(correct.mean()) if len(labels) else math.nan,
+            loss=float(loss.mean(dtype=np.float64)) if len(labels) else math.nan,
+            per_class=per_class,
+            fair=fairness(local == local_labels, federation.test_offsets),
+        )
+
+    def _score(self, engine: Engine, model: Tensor, source: Source, n: int) -> tuple[Any, Any]:
+        """Loss and prediction of every sample of a source, as arrays."""
+        requests = [Score(source, i, min(i + _SCORED_AT_ONCE, n)) for i in range(0, n, _SCORED_AT_ONCE)]
+        answers = list(engine.run(requests, {"model": model}))
+        if not answers:
+            return np.zeros(0, np.float32), np.zeros(0, np.int64)
+        loss, predicted = (torch.cat([a[key] for a in answers]).numpy() for key in ("loss", "predicted"))
+        return loss, predicted
+
+    def _checkpoint(self) -> None:
+        state = {"model": self.server.model, "state": self.server.state}
+        self.directory.checkpoint(self.server.round, state, sorted(self._active_since_checkpoint))
+        self._active_since_checkpoint.clear()
+
+    def _summary(self) -> Record:
+        config = self.setup.config
+        scored = [r for r in self.records if r["accuracy"] is not None]
+        last = scored[-FINAL_EVALUATIONS:]
+        summary: Record = {"method": config.method, "seed": config.seed, "rounds": len(self.records)}
+        for name in QUALITY:
+            values = [r[name] for r in scored if r[name] is not None]
+            final = [r[name] for r in last if r[name] is not None]
+            pick = min if name in LOWER_IS_BETTER else max
+            summary[f"best_{name}"] = pick(values) if values else None
+            summary[f"final_{name}"] = sum(final) / len(final) if final else None
+        summary |= {
+            "final_is_mean_of": len(last),
+            "best_round": max(scored, key=lambda r: r["accuracy"])["round"],
+            "final_per_class": last[-1]["per_class"],
+            **{name: sum(r[name] for r in self.records) for name in ("bytes_down", "bytes_up", "dropped")},
+            **{name: sum(r[name] for r in self.records) for name in ("seconds", "eval_seconds")},
+        }
+        if also := last[-1].get("also"):
+            summary["also"] = {
+                name: {
+                    f"final_{key}": sum(r["also"][name][key] for r in last) / len(last)
+                    for key in also[name]
+                    if all(r["also"][name][key] is not None for r in last)
+                }
+                for name in also
+            }
+        if config.target:
+            reached = [r["round"] for r in scored if r["accuracy"] >= config.target]
+            summary["rounds_to_target"] = reached[0] if reached else None
+        return summary | {"parameters": self.setup.task.size, "versions": versions()}
+
+    def _write_results(self, summary: Record, evaluation: Evaluation) -> None:
+        federation = self.setup.federation
+        rows = ["client,train_samples,test_samples,accuracy"]
+        for name, n, m, accuracy in zip(
+            federation.client_names,
+            federation.sizes,
+            federation.test_sizes,
+            evaluation.fair.local,
+            strict=True,
+        ):
+            quoted = '"' + name.replace('"', '""') + '"' if any(c in name for c in ',"\n') else name
+            rows.append(f"{quoted},{n},{m},{'' if math.isnan(accuracy) else f'{accuracy:.6f}'}")
+        self.directory.write("clients.csv", "\n".join(rows) + "\n")
+        self.directory.write("model.safetensors", save_tensors(self.trained_state_dict()))
+        self.directory.write("summary.json", to_json(summary, indent=2) + "\n")
+
+    def trained_state_dict(self) -> dict[str, Tensor]:
+        """The model as named tensors, with the names of the user's own network."""
+        net = self.setup.task.build()
+        net.load(next(iter(self._models().values())))
+        module = net.module.module if isinstance(net.module, Wrapped) else net.module
+        return {name: t.detach().contiguous() for name, t in module.state_dict().items()}
+
+
+def draw_cohort(federation: Federation, participation: float, seed: int, round_: int) -> list[int]:
+    """The clients of a round, uniformly without replacement among those that have data: the same for every method.
+
+    The largest come first, so that no worker is left alone with a large one at the end. Sums run in this order.
+    """
+    sizes = federation.sizes
+    able = np.flatnonzero(sizes)
+    count = min(len(able), max(1, math.floor(participation * federation.clients + 0.5)))
+    drawn = able[seeds.numpy_rng(seed, "cohort", round_).choice(len(able), count, replace=False)]
+    return [int(k) for k in sorted(drawn, key=lambda k: (-sizes[k], k))]
+
+
+def make_engine(kind: str, workers: int, worker: Worker) -> Engine:
+    """The engine by name; no number of workers means one a core."""
+    if kind == "inline":
+        return Inline(worker)
+    return Processes(worker, workers or len(os.sched_getaffinity(0)))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Kernels on one thread: results do not depend on the machine's cores, and workers have a core each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def versions() -> dict[str, str]:
+    """What the numbers were made with."""
+    return {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in ("fedstill", "torch", "numpy")
+    }

@@ -1,0 +1,147 @@
+"""From settings to the objects of a run. Whatever can be wrong is found here, before the first round."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedstill.core import custom
+from fedstill.core.errors import SettingError
+from fedstill.data import augment
+from fedstill.data import load as load_dataset
+from fedstill.data.dataset import Dataset
+from fedstill.data.federation import Federation, federate
+from fedstill.experiment.config import Config
+from fedstill.methods import registry
+from fedstill.methods.base import Method
+from fedstill.models import as_classifier, build, image_size
+from fedstill.models.base import Classifier
+from fedstill.train.evaluate import outputs
+from fedstill.train.task import LocalTraining, Task, classifier
+
+Network = nn.Module | Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run ready to start."""
+
+    config: Config
+    task: Task
+    federation: Federation
+    method: Method
+
+
+def prepare(
+    config: Config,
+    *,
+    data: Dataset | Federation | None = None,
+    model: Network | None = None,
+    method: Method | None = None,
+) -> Setup:
+    """Load, divide and build what the configuration names; what is given as an object is taken as it is."""
+    method = method or registry.make(config.method, config.hyper)
+    federation = data if isinstance(data, Federation) else divide(config, data or load_data(config))
+    task = Task(
+        dataset=federation.dataset,
+        make_network=network_maker(config, federation.dataset, method, model),
+        local=local_training(config, federation),
+        augment=augment.parse(config.augment),
+        buffers=config.buffers,
+        seed=config.seed,
+    )
+    _check_fit(task, config)
+    return Setup(config, task, federation, method)
+
+
+def load_data(config: Config) -> Dataset:
+    """The dataset that the configuration names, images at the size that the model needs."""
+    if custom.is_reference(config.data):
+        made = custom.load(config.data)()
+        if not isinstance(made, Dataset):
+            raise SettingError(f"{config.data} must return a fedstill Dataset (see fedstill.arrays)")
+        return made
+    needed = None if custom.is_reference(config.model) else image_size(config.model)
+    return load_dataset(config.data, config.data_dir or None, config.image_size or needed or 0)
+
+
+def divide(config: Config, dataset: Dataset) -> Federation:
+    """The dataset divided among the clients."""
+    # A partition ignores what only others use.
+    settings: dict[str, Any] = {
+        name: getattr(config, name) for name in ("shards_per_client", "size_sigma", "min_share", "ratio")
+    }
+    if config.min_size >= 0:
+        settings["min_size"] = config.min_size
+    return federate(
+        dataset,
+        clients=config.clients,
+        partition=config.partition,
+        seed=config.seed,
+        alpha=config.alpha,
+        test_fraction=config.test_fraction,
+        pool=config.pool,
+        imbalance_factor=config.imbalance_factor,
+        fraction=config.fraction,
+        samples_per_client=config.samples_per_client,
+        local_test=config.local_test,
+        **settings,
+    )
+
+
+def local_training(config: Config, federation: Federation) -> LocalTraining:
+    """How clients train; `equal_steps` gives all of them the number an average client would need."""
+    steps = 0
+    if config.local_unit == "equal_steps":
+        steps = max(1, int(np.sum(federation.sizes)) // (federation.clients * config.batch_size))
+    return LocalTraining(
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        optimizer=config.optimizer,
+        lr=config.lr,
+        lr_decay=config.lr_decay,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        clip=config.clip,
+        steps_per_epoch=steps,
+    )
+
+
+def network_maker(config: Config, dataset: Dataset, method: Method, model: Network | None) -> Callable[[], Classifier]:
+    """A function that builds the network the method trains."""
+    classes, shape = len(dataset.classes), tuple(dataset.shape)
+    if isinstance(model, nn.Module):
+        given = model
+        return lambda: method.network(as_classifier(copy.deepcopy(given)))
+    if model is not None:
+        made = model
+        return lambda: method.network(as_classifier(made()))
+    if custom.is_reference(config.model):
+        function = custom.load(config.model)
+        return lambda: method.network(as_classifier(function(shape, classes)))
+    return lambda: method.network(build(config.model, shape, classes, **config.model_options))
+
+
+def _check_fit(task: Task, config: Config) -> None:
+    """Try the network on two samples: it must take them and give one logit a class."""
+    net = task.nets.get("student")
+    net.module.eval()
+    x = task.dataset.normalise(task.dataset.train.x[:2])
+    try:
+        with torch.no_grad():
+            logits = outputs(classifier(net), x).logits
+    except (RuntimeError, ValueError, TypeError) as error:
+        shape = "x".join(map(str, task.dataset.shape))
+        reason = str(error).splitlines()[0]
+        raise SettingError(f"model {config.model!r} does not take samples of {shape}: {reason}") from error
+    if logits.shape != (len(x), task.classes):
+        raise SettingError(
+            f"model {config.model!r} gives outputs of shape {tuple(logits.shape)} for {len(x)} samples; "
+            f"the data have {task.classes} classes, so it must give {(len(x), task.classes)}"
+        )

@@ -1,0 +1,77 @@
+"""The server trusts no answer: names, shapes, dtypes and finiteness are checked before a method sees it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.tree import Message, Tree, first_not_finite, nbytes
+from fedstill.methods.base import Part, Uplink
+
+log = logging.getLogger(__name__)
+
+
+class TooFewClients(FedstillError):
+    """A round got fewer usable answers than it needs."""
+
+
+def fault(message: Message, declared: dict[str, Part]) -> str | None:
+    """What is wrong with a message, or None."""
+    if set(message) != set(declared):
+        return f"it holds {sorted(message)}, declared is {sorted(declared)}"
+    for name, part in declared.items():
+        tensor = message[name]
+        if not isinstance(tensor, Tensor) or tensor.dtype != part.dtype:
+            return f"{name} is not a tensor of {part.dtype}"
+        if tuple(tensor.shape) != part.shape:
+            return f"{name} has shape {tuple(tensor.shape)}, declared is {part.shape}"
+    bad = first_not_finite(message)
+    return f"{bad} is not finite" if bad else None
+
+
+class Checked:
+    """The good uplinks of a round, one at a time and in order, with counts of what came."""
+
+    def __init__(
+        self,
+        clients: Sequence[int],
+        answers: Iterator[Tree],
+        declared: dict[str, Part],
+        *,
+        least: int,
+        tick: Callable[[], None],
+    ) -> None:
+        self.good: list[int] = []
+        self.dropped: dict[int, str] = {}
+        self.bytes_up = 0
+        self.metrics: dict[str, list[float]] = {}
+        self._clients, self._answers, self._declared = clients, answers, declared
+        self._least, self._tick = least, tick
+
+    def __iter__(self) -> Iterator[Uplink]:
+        for client, answer in zip(self._clients, self._answers, strict=True):
+            self._tick()
+            message, samples = answer["message"], answer["samples"]
+            self.bytes_up += nbytes(message)
+            if problem := fault(message, self._declared):
+                self.dropped[client] = problem
+                log.warning("client %d dropped: %s", client, problem)
+                continue
+            self.good.append(client)
+            for name, value in answer["metrics"].items():
+                self.metrics.setdefault(name, []).append(value)
+            yield Uplink(client, samples, message)
+        if len(self.good) < self._least:
+            last = next(reversed(self.dropped.values()), "no answer")
+            raise TooFewClients(
+                f"only {len(self.good)} of {len(self._clients)} clients gave a usable answer, "
+                f"{self._least} are needed (min_clients); the last one dropped: {last}"
+            )
+
+    def mean(self, metric: str) -> float | None:
+        """Mean of a number that the good clients reported."""
+        values = self.metrics.get(metric)
+        return sum(values) / len(values) if values else None

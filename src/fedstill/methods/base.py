@@ -1,0 +1,126 @@
+"""What a method is: four answers, and a declaration of what crosses the wire.
+
+1. What does the server send? (`downlink`) 2. What does a client minimise? (`objective`) 3. What does a client send
+back? (`uplink`) 4. What does the server make of it, and which model is "the model"? (`aggregate`, `models`)
+
+A method is a frozen dataclass whose fields are its hyper-parameters, under the paper's names. `FedAvg` answers
+all four; another method overrides the answers that differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedstill.core import seeds
+from fedstill.core.store import Store
+from fedstill.core.tree import Message
+from fedstill.models.base import Classifier
+from fedstill.train.client import Client
+from fedstill.train.loop import Objective
+from fedstill.train.task import Task
+
+
+@dataclass(frozen=True)
+class Part:
+    """One named tensor of a message: its shape, its dtype, and in words what it tells."""
+
+    shape: tuple[int, ...]
+    what: str
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Everything that crosses between the server and one client in one round."""
+
+    down: dict[str, Part]
+    up: dict[str, Part]
+
+
+@dataclass(frozen=True)
+class Uplink:
+    """What one client sent, and how many samples it trained on."""
+
+    client: int
+    samples: int
+    message: Message
+
+    def __getitem__(self, part: str) -> Tensor:
+        return self.message[part]
+
+
+class Server:
+    """What a method's server side works with."""
+
+    def __init__(self, task: Task, clients: int, store: Store) -> None:
+        self.task = task
+        self.clients = clients  # all of them, active or not
+        self.round = 0  # the round in progress, from 1
+        self.model: Tensor = task.build().read()  # the global weights
+        self.state: dict[str, Any] = {}  # what the method keeps between rounds; part of every checkpoint
+        self.store = store  # what the method keeps for single clients, on disk
+
+    def rng(self, purpose: str) -> torch.Generator:
+        """A random stream of the server's own, for one purpose in this round."""
+        return seeds.torch_rng(self.task.seed, purpose, self.round)
+
+
+@dataclass(frozen=True)
+class Method:
+    """The contract. Derive from `FedAvg`, which fulfils it."""
+
+    name: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    needs_proxy_data: ClassVar[bool] = False
+    needs_server_labels: ClassVar[bool] = False
+    changes_model: ClassVar[bool] = False
+    extra_information: ClassVar[str] = ""  # what clients reveal beyond weights, in words
+
+    def network(self, net: Classifier) -> Classifier:
+        """The network this method trains, given the user's."""
+        return net
+
+    def wire(self, task: Task) -> Wire:
+        """What crosses, for checks and for `fedstill methods`."""
+        raise NotImplementedError
+
+    def start(self, server: Server) -> None:
+        """Set up `server.state` before the first round."""
+
+    def downlink(self, server: Server) -> Message:
+        """1. What the server sends to every client of the round."""
+        raise NotImplementedError
+
+    def objective(self, client: Client) -> Objective:
+        """2. What a client minimises. Called once per client and round, with `client.net` at the sent weights."""
+        raise NotImplementedError
+
+    def uplink(self, client: Client) -> Message:
+        """3. What a client sends back, after training."""
+        raise NotImplementedError
+
+    def local(self, client: Client) -> Message:
+        """A client's whole round."""
+        client.receive()
+        client.fit(self.objective(client))
+        return self.uplink(client)
+
+    def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        """4. Update `server` from the uplinks, which come one at a time and in a fixed order.
+
+        Consume all of them. Keep what they hold only if the method needs the ensemble.
+        """
+        raise NotImplementedError
+
+    def models(self, server: Server) -> dict[str, Tensor]:
+        """The models to evaluate. The first is the model: the one that is saved and headlines the results."""
+        return {"model": server.model}

@@ -1,0 +1,35 @@
+"""How well, and how evenly, a model serves the clients (FedKF, Definitions 1 to 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Fairness:
+    """Accuracies are fractions. `local` has NaN for a client without test samples."""
+
+    amp: float  # accuracy over all local test sets pooled
+    fm: float  # population variance of the local accuracies; smaller is fairer
+    wlp: float  # accuracy of the worst-served client
+    local: NDArray[np.float64]  # (clients,)
+
+
+def fairness(correct: NDArray[np.bool_], offsets: NDArray[np.int64]) -> Fairness:
+    """From whether each local test sample is right; client k has those from offsets[k] to offsets[k+1].
+
+    >>> f = fairness(np.array([True, False, True, True]), np.array([0, 2, 4]))
+    >>> f.amp, f.fm, f.wlp
+    (0.75, 0.0625, 0.5)
+    """
+    counts = np.diff(offsets)
+    hits = np.diff(np.concatenate([[0], np.cumsum(correct, dtype=np.int64)])[offsets])
+    local = np.full(len(counts), np.nan)
+    np.divide(hits, counts, out=local, where=counts > 0)
+    known = local[counts > 0]
+    if not len(known):
+        return Fairness(np.nan, np.nan, np.nan, local)
+    return Fairness(float(hits.sum() / counts.sum()), float(known.var()), float(known.min()), local)

@@ -1,0 +1,112 @@
+"""Networks by name, checked against the input shape before anything is built."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedstill.core.errors import SettingError, unknown
+from fedstill.models.base import Classifier
+from fedstill.models.checks import whole, wholes
+from fedstill.models.resnet import resnet8, resnet8_w64, resnet11, resnet18, resnet50
+from fedstill.models.shufflenet import shufflenetv2
+from fedstill.models.small import cnn, lenet5, mlp
+
+
+@dataclass(frozen=True)
+class _Network:
+    """How to make a network, and the images it takes."""
+
+    make: Callable[..., Classifier]
+    smallest: int | None  # least height and width; None: any sample, image or not
+    exact: int | None = None  # the only height and width
+
+
+# Smallest sizes: cnn keeps one pixel at 16; the ResNets keep 2x2 (with their 3x3 stem), for GroupNorm with
+# one channel per group turns a single pixel into zero; below 16 ShuffleNetV2 strides over single pixels.
+_NETWORKS = {
+    "cnn": _Network(cnn, smallest=16),
+    "lenet5": _Network(lenet5, smallest=32, exact=32),
+    "mlp": _Network(mlp, smallest=None),
+    "resnet8": _Network(resnet8, smallest=8),
+    "resnet8-w64": _Network(resnet8_w64, smallest=8),
+    "resnet11": _Network(resnet11, smallest=8),
+    "resnet18": _Network(resnet18, smallest=16),
+    "resnet50": _Network(resnet50, smallest=16),
+    "shufflenetv2": _Network(shufflenetv2, smallest=16),
+}
+
+
+def names() -> list[str]:
+    """The names that `build` knows."""
+    return list(_NETWORKS)
+
+
+def image_size(name: str) -> int | None:
+    """The height and width the network insists on, or None if it takes many.
+
+    >>> image_size("lenet5"), image_size("resnet8")
+    (32, None)
+    """
+    return _find(name).exact
+
+
+def options(name: str) -> dict[str, Any]:
+    """The network's options and their defaults.
+
+    >>> options("mlp")
+    {'hidden': (200, 200)}
+    """
+    parameters = inspect.signature(_find(name).make).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def build(name: str, shape: Sequence[int], classes: int, **options: Any) -> Classifier:
+    """A new network for samples of this shape, its weights drawn from the global torch generator.
+
+    >>> build("resnet8", (3, 32, 32), 10, norm="batch").feature_dim
+    64
+    """
+    network = _find(name)
+    _check_options(name, options)
+    shape = wholes("the input shape", tuple(shape))
+    _check_shape(name, network, shape)
+    try:
+        return network.make(shape, whole("classes", classes, 1), **options)
+    except SettingError as error:
+        raise SettingError(f"model {name!r}: {error}") from None
+
+
+def _find(name: str) -> _Network:
+    if name not in _NETWORKS:
+        raise unknown("model", name, _NETWORKS)
+    return _NETWORKS[name]
+
+
+def _check_options(name: str, given: dict[str, Any]) -> None:
+    allowed = options(name)
+    for option in given:
+        if option not in allowed:
+            if not allowed:
+                raise SettingError(f"model {name!r} has no options, got {option!r}")
+            raise unknown(f"option of model {name!r}:", option, allowed)
+
+
+def _check_shape(name: str, network: _Network, shape: tuple[int, ...]) -> None:
+    if not shape:
+        raise SettingError(f"model {name!r} needs samples of at least one dimension, got single numbers")
+    if network.smallest is None:
+        return
+    got = "x".join(map(str, shape))
+    if len(shape) != 3:
+        raise SettingError(f"model {name!r} needs images of channels x height x width, got samples of {got}")
+    if network.exact is not None and shape[1:] != (network.exact, network.exact):
+        size = network.exact
+        raise SettingError(f"model {name!r} needs images of {size}x{size}, got {got}; set image_size={size}")
+    if min(shape[1:]) < network.smallest:
+        size = network.smallest
+        raise SettingError(
+            f"model {name!r} needs images of at least {size}x{size}, got {got}; set image_size={size} or more"
+        )

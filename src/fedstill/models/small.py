@@ -1,0 +1,61 @@
+"""The small networks: LeNet-5, MOON's CNN, and a multilayer perceptron."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import nn
+
+from fedstill.models.base import Classifier, Stacked
+from fedstill.models.checks import wholes
+
+
+def lenet5(shape: Sequence[int], classes: int) -> Classifier:
+    """LeNet-5 as in FedKF: the third convolution ends on a 1x1 map, whose 120 channels are the features."""
+    body = nn.Sequential(
+        nn.Conv2d(shape[0], 6, 5),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 120, 5),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+    )
+    head = nn.Sequential(nn.Linear(120, 84), nn.ReLU(inplace=True), nn.Linear(84, classes))
+    return Stacked(body, head, feature_dim=120)
+
+
+def cnn(shape: Sequence[int], classes: int) -> Classifier:
+    """The CNN of MOON: two 5x5 convolutions, each max-pooled, then layers of 120 and 84 units."""
+    channels, height, width = shape
+    rows, columns = (((side - 4) // 2 - 4) // 2 for side in (height, width))
+    body = nn.Sequential(
+        nn.Conv2d(channels, 6, 5),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * rows * columns, 120),
+        nn.ReLU(inplace=True),
+        nn.Linear(120, 84),
+        nn.ReLU(inplace=True),
+    )
+    return Stacked(body, nn.Linear(84, classes), feature_dim=84)
+
+
+def mlp(shape: Sequence[int], classes: int, *, hidden: Sequence[int] = (200, 200)) -> Classifier:
+    """A multilayer perceptron on the flattened sample; by default the "2NN" of the FedAvg paper.
+
+    An empty `hidden` gives softmax regression.
+    """
+    widths = (math.prod(shape), *wholes("hidden", hidden))
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU(inplace=True)]
+    return Stacked(nn.Sequential(*layers), nn.Linear(widths[-1], classes), feature_dim=widths[-1])

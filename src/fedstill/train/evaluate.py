@@ -1,0 +1,63 @@
+"""The one evaluation loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedstill.core.weights import FlatNet
+from fedstill.models.base import Classifier
+from fedstill.train.task import Samples, Task, classifier
+
+EVAL_BATCH = 250
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a network says of a batch, and of the further samples that an objective sent along with it."""
+
+    logits: Tensor
+    features: Tensor
+    extra: Outputs | None = None
+
+    def split(self, size: int) -> Outputs:
+        """The first `size` rows, with the others as `extra`."""
+        extra = Outputs(self.logits[size:], self.features[size:])
+        return Outputs(self.logits[:size], self.features[:size], extra)
+
+
+def outputs(module: Classifier, x: Tensor) -> Outputs:
+    """Logits and penultimate features in one pass."""
+    return Outputs(*module.both(x))
+
+
+def load_for_evaluation(task: Task, vector: Tensor, role: str = "teacher") -> FlatNet:
+    """A network with these weights, in evaluation mode."""
+    net = task.nets.get(role)
+    net.load(vector)
+    net.module.eval()
+    task.use_batch_statistics(net.module)
+    return net
+
+
+@torch.no_grad()
+def predict(task: Task, vector: Tensor, samples: Samples) -> Outputs:
+    """What the network with these weights says of all samples."""
+    module = classifier(load_for_evaluation(task, vector))
+    parts = [outputs(module, x) for x in samples.parts(EVAL_BATCH)]
+    return Outputs(torch.cat([p.logits for p in parts]), torch.cat([p.features for p in parts]))
+
+
+@torch.no_grad()
+def score(task: Task, vector: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Loss and predicted class of each stored sample under the network with these weights."""
+    net = load_for_evaluation(task, vector)
+    losses, predicted = [], []
+    for xs, ys in zip(torch.split(x, EVAL_BATCH), torch.split(y, EVAL_BATCH), strict=True):
+        logits = net.module(task.dataset.normalise(xs))
+        losses.append(F.cross_entropy(logits, ys, reduction="none"))
+        predicted.append(logits.argmax(1))
+    return {"loss": torch.cat(losses), "predicted": torch.cat(predicted)}

@@ -1,0 +1,137 @@
+"""The one local training loop.
+
+A method never writes its own: it says what is added to the cross-entropy (`Objective`), and the loop does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedstill.core.weights import FlatNet
+from fedstill.data.augment import Augmentation
+from fedstill.train.evaluate import Outputs, outputs
+from fedstill.train.task import LocalTraining, Samples, classifier
+
+
+@dataclass
+class Batch:
+    """Samples of one step; `ids` are their places in the client's data."""
+
+    x: Tensor
+    y: Tensor
+    ids: Tensor
+
+
+Loss = Callable[[Batch, Outputs], Tensor]
+
+
+def cross_entropy(batch: Batch, out: Outputs) -> Tensor:
+    """The loss every method starts from."""
+    return F.cross_entropy(out.logits, batch.y)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a client minimises: `base` + `term`, with `gradient` added to the gradient of the weights.
+
+    `term(batch, out)` is a differentiable loss; `gradient(w)` is the gradient of a term that depends on the
+    trainable weights alone, given and returned as a flat vector; `modules` are trained along with the network.
+    `inputs(batch)` gives further samples that go through the network in the same pass; what it says of them is
+    `out.extra`.
+    """
+
+    term: Loss | None = None
+    gradient: Callable[[Tensor], Tensor] | None = None
+    inputs: Callable[[Batch], Tensor] | None = None
+    modules: tuple[nn.Module, ...] = ()
+    base: Loss = cross_entropy
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What local training came to."""
+
+    steps: int
+    loss: float  # mean over the steps
+
+
+def fit(
+    net: FlatNet,
+    data: Samples,
+    objective: Objective,
+    local: LocalTraining,
+    *,
+    lr: float,
+    order: torch.Generator,
+    augment: Augmentation | None = None,
+    changes: torch.Generator | None = None,
+) -> Fit:
+    """Train the network in place on a client's data."""
+    module = classifier(net)
+    module.train()
+    params = [*net.params, *(p for m in objective.modules for p in m.parameters())]
+    optimizer = make_optimizer(params, local, lr)
+    weights = net.vector[: net.trainable]
+    addend = torch.empty_like(weights) if objective.gradient else None
+    addend_parts = net.split(addend) if addend is not None else []
+    total, steps = torch.zeros(()), 0
+    normed = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
+    for batch in batches(data, local, order, no_single=normed):
+        if augment and changes:
+            batch.x = augment(batch.x, changes)
+        x = batch.x
+        if objective.inputs:
+            x = torch.cat([x, objective.inputs(batch)])
+        out = outputs(module, x)
+        if objective.inputs:
+            out = out.split(len(batch.y))
+        loss = objective.base(batch, out)
+        if objective.term:
+            loss = loss + objective.term(batch, out)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if objective.gradient and addend is not None:
+            with torch.no_grad():
+                addend.copy_(objective.gradient(weights))
+                for p, part in zip(net.params, addend_parts, strict=True):
+                    p.grad = part if p.grad is None else p.grad.add_(part)
+        if local.clip:
+            nn.utils.clip_grad_norm_(params, local.clip)
+        optimizer.step()
+        total += loss.detach()
+        steps += 1
+    return Fit(steps, float(total) / max(1, steps))
+
+
+def make_optimizer(params: list[nn.Parameter], local: LocalTraining, lr: float) -> torch.optim.Optimizer:
+    """A fresh optimiser. Its fused kernels save a Python loop over the parameters in every step."""
+    if local.optimizer == "adam":
+        return torch.optim.Adam(params, lr=lr, weight_decay=local.weight_decay, fused=True)
+    return torch.optim.SGD(params, lr=lr, momentum=local.momentum, weight_decay=local.weight_decay, fused=True)
+
+
+def batches(data: Samples, local: LocalTraining, order: torch.Generator, *, no_single: bool = False) -> Iterator[Batch]:
+    """Shuffled batches of all local epochs.
+
+    An epoch is one pass, its last batch smaller where need be. With `steps_per_epoch` every client makes the same
+    number of steps instead: it goes round its data, in full batches unless it has not even one. `no_single` joins
+    a last batch of one sample to the one before, since BatchNorm cannot train on one.
+    """
+    n, size = len(data), local.batch_size
+    equal = local.steps_per_epoch > 0
+    usable = n - n % size if equal and n >= size else n
+    sizes = [size] * (usable // size) + [usable % size] * (usable % size > 0)
+    if no_single and len(sizes) > 1 and sizes[-1] == 1:
+        sizes[-2:] = [size + 1]
+    steps_left = local.epochs * (local.steps_per_epoch or len(sizes))
+    while steps_left > 0:
+        for ids in torch.split(torch.randperm(n, generator=order)[:usable], sizes):
+            yield Batch(data.x(ids), data.y[ids], ids)
+            steps_left -= 1
+            if not steps_left:
+                return

@@ -1,0 +1,128 @@
+"""What server and clients agree on before the first round: the network, the data's shape, how clients train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedstill.core import seeds
+from fedstill.core.weights import FlatNet
+from fedstill.data.augment import Augmentation
+from fedstill.data.dataset import Dataset
+from fedstill.models.base import Classifier
+
+BufferPolicy = Literal["average", "local", "drop"]
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """How a client trains: the same for every method."""
+
+    epochs: int = 5
+    batch_size: int = 32
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    lr: float = 0.05
+    lr_decay: float = 1.0  # the rate of round t is lr * lr_decay^(t-1)
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float = 0.0  # largest gradient norm; 0: no clipping
+    steps_per_epoch: int = 0  # the same number for every client; 0: one pass over the client's own data
+
+    def lr_at(self, round_: int) -> float:
+        return self.lr * self.lr_decay ** (round_ - 1)
+
+
+@dataclass(frozen=True)
+class Task:
+    """The learning problem that all clients share."""
+
+    dataset: Dataset
+    make_network: Callable[[], Classifier]
+    local: LocalTraining = field(default_factory=LocalTraining)
+    augment: Augmentation | None = None
+    buffers: BufferPolicy = "average"
+    seed: int = 0
+
+    @cached_property
+    def nets(self) -> Nets:
+        """Networks to load weights into, kept for reuse. One set for each process."""
+        return Nets(self.build)
+
+    def build(self) -> FlatNet:
+        """A network with the initial weights, which depend on the seed alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seeds.key(self.seed, "initial weights"))
+            return FlatNet(self.make_network())
+
+    @property
+    def classes(self) -> int:
+        return len(self.dataset.classes)
+
+    @property
+    def size(self) -> int:
+        """Length of the network's weight vector."""
+        return self.nets.get("student").size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the network's weight vector."""
+        return self.nets.get("student").vector.dtype
+
+    def use_batch_statistics(self, module: nn.Module) -> None:
+        """Let BatchNorm normalise by the batch when the global model carries no running statistics."""
+        if self.buffers == "average":
+            return
+        for layer in module.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                layer.train()
+                layer.momentum = 0.0  # and leave the running statistics as they are
+
+
+class Nets:
+    """One network for each role (`student`, `teacher`, …), made when first asked for and loaded anew each time."""
+
+    def __init__(self, build: Callable[[], FlatNet]) -> None:
+        self._build = build
+        self._nets: dict[str, FlatNet] = {}
+
+    def get(self, role: str) -> FlatNet:
+        if role not in self._nets:
+            self._nets[role] = self._build()
+        return self._nets[role]
+
+
+def classifier(net: FlatNet) -> Classifier:
+    """The network itself, typed."""
+    assert isinstance(net.module, Classifier)
+    return net.module
+
+
+class Samples:
+    """Inputs and labels of one holder. Small sets are prepared (gathered, normalised) once, large ones as asked for."""
+
+    PREPARE_UP_TO = 1 << 26  # numbers, i.e. 256 MB as float32
+
+    def __init__(self, x: Tensor, y: Tensor, index: Tensor, prepare: Callable[[Tensor], Tensor]) -> None:
+        self.y = y[index]
+        self._stored, self._index, self._prepare = x, index, prepare
+        small = len(index) * x[:1].numel() <= self.PREPARE_UP_TO
+        self._ready = prepare(x[index]) if small else None
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def x(self, ids: Tensor) -> Tensor:
+        """Prepared inputs of these samples."""
+        if self._ready is not None:
+            return self._ready[ids]
+        return self._prepare(self._stored[self._index[ids]])
+
+    def parts(self, size: int) -> Iterator[Tensor]:
+        """All prepared inputs in order, in pieces of `size`."""
+        for ids in torch.split(torch.arange(len(self)), size):
+            yield self.x(ids)

@@ -83,9 +83,7 @@ def test_imagenet_network_has_as_many_parameters_as_torchvisions(name: str, expe
         assert parameters(models.build(name, (3, 224, 224), 1000)) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "gmacs"), [("resnet18", 1.814), ("resnet50", 4.089), ("shufflenetv2", 0.145)]
-)
+@pytest.mark.parametrize(("name", "gmacs"), [("resnet18", 1.814), ("resnet50", 4.089), ("shufflenetv2", 0.145)])
 def test_imagenet_network_costs_what_torchvision_states(name: str, gmacs: float) -> None:
     with torch.device("meta"):
         network = models.build(name, (3, 224, 224), 1000)
@@ -273,9 +271,7 @@ def test_layer_with_fewer_channels_than_a_group_is_one_group() -> None:
         ("mlp", RGB, {"hidden": "200"}, "hidden must be a list of whole numbers, got '200'"),
     ],
 )
-def test_misfit_is_one_clear_line(
-    name: str, shape: tuple[int, ...], options: dict[str, Any], message: str
-) -> None:
+def test_misfit_is_one_clear_line(name: str, shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError) as caught:
         models.build(name, shape, 10, **options)
     assert message in str(caught.value)
@@ -283,9 +279,7 @@ def test_misfit_is_one_clear_line(
 
 
 def test_only_lenet5_insists_on_an_image_size() -> None:
-    assert {name: models.image_size(name) for name in models.names() if models.image_size(name)} == {
-        "lenet5": 32
-    }
+    assert {name: models.image_size(name) for name in models.names() if models.image_size(name)} == {"lenet5": 32}
     with pytest.raises(SettingError, match="unknown model 'lenet'"):
         models.image_size("lenet")
 

@@ -292,9 +292,7 @@ def test_labels_must_be_whole_numbers(labels: npt.NDArray[Any]) -> None:
         partition("iid", labels, 1, rng())
 
 
-@pytest.mark.parametrize(
-    ("factor", "total"), [(1, 50_000), (10, 20_431), (20, 17_023), (50, 13_996), (100, 12_406)]
-)
+@pytest.mark.parametrize(("factor", "total"), [(1, 50_000), (10, 20_431), (20, 17_023), (50, 13_996), (100, 12_406)])
 def test_long_tail_has_the_published_totals(factor: float, total: int) -> None:
     kept = long_tail(CIFAR, factor, rng())
     assert len(np.unique(kept)) == len(kept) == total

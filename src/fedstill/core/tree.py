@@ -31,12 +31,15 @@ def encode(tree: Tree) -> bytes:
     {'w': tensor([1., 1.]), 'rounds': [1, 2]}
     """
     tensors: dict[str, Tensor] = {}
+    memory: set[int] = set()
 
     def strip(node: Tree) -> Tree:
         if isinstance(node, Tensor):
             name = str(len(tensors))
-            # A view would be refused or written whole: give each tensor memory of its own.
-            tensors[name] = node.detach().contiguous()
+            tensor = node.detach().contiguous()
+            # safetensors refuses tensors that share memory: give each its own.
+            tensors[name] = tensor.clone() if tensor.untyped_storage().data_ptr() in memory else tensor
+            memory.add(tensor.untyped_storage().data_ptr())
             return {_TENSOR: name}
         if isinstance(node, dict):
             return {str(k): strip(v) for k, v in node.items()}

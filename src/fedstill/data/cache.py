@@ -56,7 +56,8 @@ def content_key(loader: str, image_size: int, root: Path, files: Sequence[Source
     long as decoding.
     """
     digest = hashlib.sha256(repr((VERSION, loader, image_size, len(files))).encode())
-    names = [file.path.removeprefix(f"{root}{os.sep}") for file in files]
+    prefix = f"{root}{os.sep}"
+    names = [file.path.removeprefix(prefix) for file in files]
     digest.update("\0".join(names).encode("utf-8", "surrogateescape"))
     digest.update(np.array([(file.size, file.mtime_ns) for file in files], np.int64).tobytes())
     for index in np.unique(np.linspace(0, len(files) - 1, min(len(files), LOOKED_INTO)).astype(int)):

@@ -12,7 +12,7 @@ from torch import nn
 from fedstill.core.errors import SettingError
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
-from fedstill.experiment.config import Config, resolve
+from fedstill.experiment.config import Config, is_object, resolve
 from fedstill.experiment.logfile import logging_to
 from fedstill.experiment.rundir import Record, RunDirectory
 from fedstill.experiment.runner import Listener, Run
@@ -83,7 +83,7 @@ def resume(
     directory = RunDirectory.open(Path(path))
     config = directory.config(custom_method=method is not None)
     for name, given in (("method", method), ("data", data), ("model", model)):
-        if getattr(config, name).startswith("<") and given is None:
+        if is_object(getattr(config, name)) and given is None:
             raise SettingError(f"{path} was run with a {name} of your own, {getattr(config, name)}; give it again")
     if rounds is not None and rounds != config.rounds:
         last = max((r["round"] for r in directory.records()), default=0)

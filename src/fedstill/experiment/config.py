@@ -153,5 +153,10 @@ def _value(text: str) -> Any:
         return text
 
 
+def is_object(name: str) -> bool:
+    """Whether a setting stands for an object that was given from Python, such as `<MyNet>`."""
+    return name.startswith("<")
+
+
 def is_config_file(name: str) -> bool:
     return name.endswith(".toml") and not custom.is_reference(name)

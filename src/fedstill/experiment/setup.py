@@ -17,7 +17,7 @@ from fedstill.data import augment
 from fedstill.data import load as load_dataset
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation, federate
-from fedstill.experiment.config import Config
+from fedstill.experiment.config import Config, is_object
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.models import as_classifier, build, image_size
@@ -67,7 +67,8 @@ def load_data(config: Config) -> Dataset:
         if not isinstance(made, Dataset):
             raise SettingError(f"{config.data} must return a fedstill Dataset (see fedstill.arrays)")
         return made
-    needed = None if custom.is_reference(config.model) else image_size(config.model)
+    own = custom.is_reference(config.model) or is_object(config.model)
+    needed = None if own else image_size(config.model)
     return load_dataset(config.data, config.data_dir or None, config.image_size or needed or 0)
 
 

@@ -94,7 +94,7 @@ def fit(
         if objective.term:
             loss = loss + objective.term(batch, out)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if objective.gradient and addend is not None:
             with torch.no_grad():
                 addend.copy_(objective.gradient(weights))

@@ -1,0 +1,24 @@
+"""`make bench`: everything in one run, ratios rather than seconds."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import engine
+
+console = Console()
+
+
+def main() -> None:
+    table = Table(title="FedAvg, samples a second, 2 processes", caption="best of 5 medians, taken in turn")
+    for column in ("work", "bare loop", "fedstill", "ratio", "to reach"):
+        table.add_column(column, justify="left" if column == "work" else "right")
+    for work, rounds, goal in ((engine.SMALL_CLIENTS, 15, 0.80), (engine.LARGE_CLIENTS, 3, 0.92)):
+        bare, ours = engine.against_bare_loop(work, rounds=rounds, repeats=5)
+        table.add_row(work.name, f"{bare:,.0f}", f"{ours:,.0f}", f"{ours / bare:.2f}", f"{goal:.2f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""`python -m fedstill` is `fedstill`."""
+
+from fedstill.cli.main import main
+
+main()

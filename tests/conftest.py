@@ -1,0 +1,55 @@
+"""What the tests share: a small real federation, and runs short enough to repeat."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# Before anything loads data: the tests' cache is their own, and nothing is fetched.
+os.environ.setdefault("FEDSTILL_OFFLINE", "1")
+
+import fedstill
+from fedstill.experiment.api import Result
+
+torch.set_num_threads(1)
+
+SMALL: dict[str, Any] = {
+    "clients": 6,
+    "participation": 0.5,
+    "rounds": 3,
+    "epochs": 1,
+    "batch_size": 16,
+    "fraction": 0.1,
+    "alpha": 0.5,
+    "model": "cnn",
+    "image_size": 16,
+    "engine": "inline",
+}
+
+RunSmall = Callable[..., Result]
+
+
+@pytest.fixture
+def run_small(tmp_path: Path) -> RunSmall:
+    """A run of seconds on a part of the embedded data; settings can be overridden."""
+
+    def start(method: Any = "fedavg", **settings: Any) -> Result:
+        return fedstill.run(method, **(SMALL | settings))
+
+    return start
+
+
+def weights(result: Result) -> torch.Tensor:
+    """All weights of a result as one vector."""
+    return torch.cat([p.detach().flatten() for p in result.model.state_dict().values()])
+
+
+def numbers(result: Result) -> list[dict[str, Any]]:
+    """The records of a run without what depends on the clock."""
+    timed = ("seconds", "eval_seconds")
+    return [{k: v for k, v in r.items() if k not in timed} for r in result.records]

@@ -1,0 +1,197 @@
+"""The same bits whatever the engine, the number of workers, or the moment of a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import SMALL, RunSmall, numbers, weights
+from safetensors.torch import load_file
+
+import fedstill
+from fedstill.core.tree import Message
+from fedstill.engine.process import Processes
+from fedstill.engine.worker import Train, Worker
+from fedstill.experiment.config import resolve
+from fedstill.experiment.rundir import RunDirectory
+from fedstill.experiment.runner import draw_cohort
+from fedstill.experiment.setup import prepare
+from fedstill.methods.base import Server
+from fedstill.train.loop import Objective
+
+TIMED = ("seconds", "eval_seconds")
+
+
+@dataclass(frozen=True)
+class Remembering(fedstill.FedAvg):
+    """A method with state on both sides: clients are pulled to the mean of their own past weights."""
+
+    def objective(self, client: fedstill.Client) -> Objective:
+        past = client.state.get("past", client.down["model"])[: client.flat.trainable]
+        return Objective(gradient=lambda w: 0.1 * (w - past))
+
+    def uplink(self, client: fedstill.Client) -> Message:
+        client.state["past"] = client.weights
+        client.state["rounds"] = [*client.state.get("rounds", []), client.round]
+        return super().uplink(client)
+
+    def aggregate(self, server: Server, uplinks: Iterator[fedstill.Uplink]) -> None:
+        before = server.model
+        super().aggregate(server, uplinks)
+        server.state["drift"] = server.state.get("drift", torch.zeros_like(before)) + server.model - before
+
+
+@pytest.mark.parametrize(("engine", "workers"), [("process", 1), ("process", 2), ("process", 4)])
+def test_same_bits_with_any_number_of_workers(run_small: RunSmall, engine: str, workers: int) -> None:
+    inline = run_small(Remembering(), participation=1.0)
+    other = run_small(Remembering(), participation=1.0, engine=engine, workers=workers)
+    assert torch.equal(weights(inline), weights(other))
+    assert numbers(inline) == numbers(other)
+
+
+def test_another_seed_gives_other_bits(run_small: RunSmall) -> None:
+    assert not torch.equal(weights(run_small(seed=1)), weights(run_small(seed=2)))
+
+
+def test_the_global_random_state_of_the_caller_changes_nothing(run_small: RunSmall) -> None:
+    torch.manual_seed(1)
+    first = run_small(rounds=1)
+    torch.manual_seed(2)
+    assert torch.equal(weights(first), weights(run_small(rounds=1)))
+
+
+METHOD_FILE = (
+    "from __future__ import annotations\n"
+    "from test_engines import Remembering as _Remembering\n"
+    "class Remembering(_Remembering): pass\n"
+)
+
+
+def command(tmp: Path, out: Path, **settings: Any) -> list[str]:
+    """A `fedstill run` of a method with state on both sides, in two processes."""
+    (tmp / "mine.py").write_text(METHOD_FILE)
+    merged = SMALL | {"engine": "process", "workers": 2, "rounds": 9, "fraction": 0.5} | settings
+    assignments = [word for key, value in merged.items() for word in ("--set", f"{key}={value}")]
+    run = [sys.executable, "-m", "fedstill", "run", f"{tmp}/mine.py:Remembering", "--out", str(out)]
+    return [*run, *assignments]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in TIMED} for row in rows]
+
+
+def rounds_written(path: Path) -> int:
+    metrics = path / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def all_client_states(path: Path) -> dict[int, dict[str, Any]]:
+    store = RunDirectory(path).client_store
+    states = {k: store.read(k, before=10**9) for k in range(SMALL["clients"])}
+    return {k: state for k, state in states.items() if state}
+
+
+def test_killed_at_any_moment_and_resumed_gives_the_same_bits(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    subprocess.run(command(tmp_path, whole), env=environment(), check=True, capture_output=True)
+    seconds = [json.loads(line)["seconds"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    a_round = sum(seconds) / len(seconds)
+
+    rng, words = random.Random(0), command(tmp_path, broken)
+    resume = [sys.executable, "-m", "fedstill", "resume", str(broken)]
+    for kills in range(1, 5):  # after at least so many rounds, at a moment within the next ones
+        process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and rounds_written(broken) < kills:
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 1.5 * a_round))
+        assert process.poll() is None, "the run ended before it could be killed"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        words = resume
+    subprocess.run(resume, env=environment(), check=True, capture_output=True)
+
+    assert lines(broken) == lines(whole)
+    ours, theirs = load_file(broken / "model.safetensors"), load_file(whole / "model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    states, expected = all_client_states(broken), all_client_states(whole)
+    assert states.keys() == expected.keys()
+    for k, state in expected.items():
+        assert torch.equal(states[k]["past"], state["past"])
+        assert states[k]["rounds"] == state["rounds"]
+
+
+def test_resumed_after_every_single_round_gives_the_same_bits(run_small: RunSmall, tmp_path: Path) -> None:
+    whole = run_small(Remembering(), rounds=4)
+    path = tmp_path / "run"
+    run_small(Remembering(), rounds=1, out=path)
+    for rounds in (2, 3, 4):
+        last = fedstill.resume(path, method=Remembering(), rounds=rounds)
+    assert torch.equal(weights(last), weights(whole))
+    assert numbers(last) == numbers(whole)
+
+
+@dataclass(frozen=True)
+class Suicidal(fedstill.FedAvg):
+    """A client whose first attempt in round 2 kills its worker, as the system does when memory runs out."""
+
+    flag: str = ""
+    always: bool = False
+
+    def uplink(self, client: fedstill.Client) -> Message:
+        if client.round == 2 and client.id % 2 and (self.always or not Path(self.flag).exists()):
+            Path(self.flag).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().uplink(client)
+
+
+def test_a_killed_worker_is_replaced_and_the_bits_stay_the_same(run_small: RunSmall, tmp_path: Path) -> None:
+    undisturbed = run_small(participation=1.0)
+    flag = tmp_path / "died"
+    survived = run_small(Suicidal(flag=str(flag)), participation=1.0, engine="process", workers=2)
+    assert flag.exists()
+    assert torch.equal(weights(survived), weights(undisturbed))
+    assert numbers(survived) == numbers(undisturbed)
+
+
+def test_work_that_always_kills_its_worker_ends_with_a_reason(run_small: RunSmall, tmp_path: Path) -> None:
+    deadly = Suicidal(flag=str(tmp_path / "died"), always=True)
+    with pytest.raises(fedstill.FedstillError, match="ended its worker process 3 times"):
+        run_small(deadly, participation=1.0, engine="process", workers=2)
+
+
+def test_no_worker_outlives_the_engine(tmp_path: Path) -> None:
+    setup = prepare(resolve({**SMALL, "clients": 4}))
+    worker = Worker(setup.task, setup.federation, setup.method, RunDirectory(tmp_path).client_store)
+    server = Server(setup.task, 4, RunDirectory(tmp_path).server_store)
+    with Processes(worker, 2) as engine:
+        answers = engine.run([Train(k, 1) for k in range(4)], {"model": server.model})
+        next(answers)
+        processes = [hand.process for hand in engine._hands]
+        assert all(p.is_alive() for p in processes)
+    assert not any(p.is_alive() for p in processes)
+
+
+def test_the_cohort_is_the_same_for_every_method_and_largest_first() -> None:
+    federation = fedstill.federate(fedstill.load("fashion-mini"), clients=20, alpha=0.1)
+    cohort = draw_cohort(federation, 0.2, seed=5, round_=3)
+    assert cohort == draw_cohort(federation, 0.2, seed=5, round_=3)
+    assert len(set(cohort)) == 4
+    sizes = federation.sizes[cohort]
+    assert (sizes[:-1] >= sizes[1:]).all()
+    assert cohort != draw_cohort(federation, 0.2, seed=5, round_=4)

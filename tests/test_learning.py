@@ -1,0 +1,211 @@
+"""The local loop, FedAvg and FedProx against the same thing written out by hand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from conftest import RunSmall, numbers, weights
+from torch import nn
+from torch.nn import functional as F
+
+import fedstill
+import fedstill.models
+import fedstill.train.client as client_module
+from fedstill.core import seeds
+from fedstill.core.weights import FlatNet
+from fedstill.data.federation import from_clients
+from fedstill.methods.fedprox import FedProx
+from fedstill.train.evaluate import predict
+from fedstill.train.loop import Objective, batches, fit
+from fedstill.train.task import LocalTraining, Samples
+
+
+def samples(n: int, d: int = 4, classes: int = 3, seed: int = 0) -> Samples:
+    g = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(n, d, generator=g), torch.randint(0, classes, (n,), generator=g)
+    return Samples(x, y, torch.arange(n), lambda t: t)
+
+
+def linear_net(d: int = 4, classes: int = 3) -> FlatNet:
+    torch.manual_seed(1)
+    return FlatNet(fedstill.models.as_classifier(nn.Sequential(nn.Linear(d, 8), nn.Tanh(), nn.Linear(8, classes))))
+
+
+def test_fedprox_with_mu_zero_is_fedavg(run_small: RunSmall) -> None:
+    plain, prox = run_small("fedavg"), run_small("fedprox", mu=0.0)
+    assert torch.equal(weights(plain), weights(prox))
+    assert numbers(plain) == numbers(prox)
+
+
+def test_fedprox_with_mu_differs_from_fedavg(run_small: RunSmall) -> None:
+    assert not torch.equal(weights(run_small("fedavg")), weights(run_small("fedprox", mu=1.0)))
+
+
+def test_the_proximal_gradient_is_that_of_the_written_loss() -> None:
+    net, data, mu = linear_net(), samples(10), 0.7
+    w_t = net.read() + 0.1
+    reference = copy.deepcopy(net.module)
+    local = LocalTraining(epochs=1, batch_size=10, lr=0.5)
+    objective = Objective(gradient=lambda w: mu * (w - w_t[: net.trainable]))
+    fit(net, data, objective, local, lr=0.5, order=torch.Generator().manual_seed(0))
+
+    x, y = data.x(torch.arange(10)), data.y
+    anchors = [e.view(w_t) for e in net.entries]
+    loss = F.cross_entropy(reference(x), y)
+    loss = loss + mu / 2 * sum(((p - a) ** 2).sum() for p, a in zip(reference.parameters(), anchors, strict=True))
+    loss.backward()
+    for trained, p in zip(net.params, reference.parameters(), strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(trained, p - 0.5 * p.grad)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_the_local_loop_equals_plain_pytorch(optimizer: Literal["sgd", "adam"]) -> None:
+    net, data = linear_net(), samples(23)
+    reference = copy.deepcopy(net.module)
+    local = LocalTraining(
+        epochs=3, batch_size=5, optimizer=optimizer, lr=0.1, momentum=0.9, weight_decay=0.01, clip=0.5
+    )
+    done = fit(net, data, Objective(), local, lr=0.1, order=torch.Generator().manual_seed(7))
+
+    if optimizer == "sgd":
+        opt: torch.optim.Optimizer = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9, weight_decay=0.01)
+    else:
+        opt = torch.optim.Adam(reference.parameters(), 0.1, weight_decay=0.01)
+    order, steps = torch.Generator().manual_seed(7), 0
+    for _ in range(3):
+        permutation = torch.randperm(23, generator=order)
+        for start in range(0, 23, 5):
+            ids = permutation[start : start + 5]
+            opt.zero_grad()
+            F.cross_entropy(reference(data.x(ids)), data.y[ids]).backward()
+            nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            opt.step()
+            steps += 1
+    assert done.steps == steps == 15
+    for a, b in zip(net.params, reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_one_fedavg_round_equals_a_plain_pytorch_loop() -> None:
+    settings: dict[str, Any] = {"clients": 5, "participation": 0.4, "epochs": 2, "batch_size": 16, "lr": 0.1, "seed": 3}
+    dataset = fedstill.load("fashion-mini", image_size=32)
+    result = fedstill.run("fedavg", data=dataset, rounds=1, fraction=0.1, alpha=0.5, engine="inline", **settings)
+    federation = fedstill.federate(dataset, clients=5, seed=3, alpha=0.5, fraction=0.1)
+
+    torch.manual_seed(seeds.key(3, "initial weights"))
+    start = fedstill.models.build("lenet5", (1, 32, 32), 10)
+    cohort = seeds.numpy_rng(3, "cohort", 1).choice(5, 2, replace=False)
+    mean = np.array(dataset.mean, np.float32)
+    std = np.array(dataset.std, np.float32)
+    total: dict[str, torch.Tensor] = {}
+    for k in cohort:
+        index = federation.train(int(k))
+        x = torch.from_numpy((dataset.train.x.numpy()[index] / np.float32(255) - mean) / std)
+        y = dataset.train.y[index]
+        net = copy.deepcopy(start)
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        order = seeds.torch_rng(3, "batches", 1, int(k))
+        for _ in range(2):
+            for ids in torch.randperm(len(y), generator=order).split(16):
+                opt.zero_grad()
+                F.cross_entropy(net(x[ids]), y[ids]).backward()
+                opt.step()
+        for name, p in net.state_dict().items():
+            total[name] = total.get(name, 0) + len(y) * p.double()
+    n = sum(len(federation.train(int(k))) for k in cohort)
+    trained = result.model.state_dict()
+    for name, p in total.items():
+        torch.testing.assert_close(trained[name], (p / n).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_equal_data_and_one_full_batch_step_is_centralised_sgd() -> None:
+    data = samples(40, d=6)
+    x, y = data.x(torch.arange(40)), data.y
+    shares = [(x[i * 10 : (i + 1) * 10], y[i * 10 : (i + 1) * 10]) for i in range(4)]
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    federation = from_clients(shares, test=(x, y), test_fraction=0)
+    result = fedstill.run(
+        data=federation, model=model, rounds=4, epochs=1, batch_size=10, participation=1.0, lr=0.3, engine="inline"
+    )
+    central = copy.deepcopy(model)
+    opt = torch.optim.SGD(central.parameters(), lr=0.3)
+    for _ in range(4):
+        opt.zero_grad()
+        F.cross_entropy(central(x), y).backward()
+        opt.step()
+    for a, b in zip(result.model.parameters(), central.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_an_epoch_visits_each_sample_once_and_keeps_the_partial_batch() -> None:
+    data, local = samples(23), LocalTraining(epochs=2, batch_size=5)
+    drawn = list(batches(data, local, torch.Generator().manual_seed(0)))
+    assert [len(b.y) for b in drawn] == [5, 5, 5, 5, 3] * 2
+    for epoch in (drawn[:5], drawn[5:]):
+        assert sorted(torch.cat([b.ids for b in epoch]).tolist()) == list(range(23))
+
+
+def test_equal_steps_give_every_client_the_same_number_of_full_batches() -> None:
+    local = LocalTraining(epochs=3, batch_size=5, steps_per_epoch=4)
+    for n in (23, 100, 5):
+        drawn = list(batches(samples(n), local, torch.Generator().manual_seed(0)))
+        assert [len(b.y) for b in drawn] == [5] * 12
+    only = list(batches(samples(3), local, torch.Generator().manual_seed(0)))
+    assert [len(b.y) for b in only] == [3] * 12, "a client's only partial batch is never dropped"
+
+
+def test_batchnorm_never_meets_a_batch_of_one(run_small: RunSmall) -> None:
+    drawn = batches(samples(11), LocalTraining(epochs=1, batch_size=5), torch.Generator(), no_single=True)
+    assert [len(b.y) for b in drawn] == [5, 6]
+
+
+def test_the_teacher_sees_each_sample_once_a_round(run_small: RunSmall, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    class Taught(fedstill.FedAvg):
+        def objective(self, client: fedstill.Client) -> Objective:
+            predict = client.teacher(client.down["model"])
+            return Objective(term=lambda batch, out: 0.1 * fedstill.kl(predict(batch).logits, out.logits))
+
+    original = predict
+
+    def counting(task: object, vector: object, data: Samples) -> object:
+        seen.append(len(data))
+        return original(task, vector, data)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(client_module, "predict", counting)
+    run_small(Taught(), rounds=1, epochs=4)
+    assert len(seen) == 3, "once for each of the three clients, not once an epoch"
+
+
+def test_a_live_teacher_under_augmentation_agrees_with_the_cached_one_without_it(run_small: RunSmall) -> None:
+    class Taught(fedstill.FedAvg):
+        def objective(self, client: fedstill.Client) -> Objective:
+            predict = client.teacher(client.down["model"])
+            return Objective(term=lambda batch, out: fedstill.kl(predict(batch).logits, out.logits))
+
+    cached = run_small(Taught(), rounds=2)
+    live = run_small(Taught(), rounds=2, augment="scale:1.0-1.0")
+    torch.testing.assert_close(weights(cached), weights(live), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["average", "local", "drop"])
+def test_buffer_policies(run_small: RunSmall, policy: str) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(256, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
+    result = run_small(model=model, buffers=policy, image_size=16)
+    mean = result.model.state_dict()["2.running_mean"]
+    moved = bool(mean.abs().sum() > 0)
+    assert moved == (policy == "average"), "statistics leave a client only if they are to be averaged"
+    assert result.summary["final_accuracy"] > 0.1
+
+
+def test_fedprox_is_a_frozen_dataclass_with_the_papers_names() -> None:
+    assert FedProx(mu=0.5).mu == 0.5
+    with pytest.raises(AttributeError):
+        FedProx().mu = 1.0  # type: ignore[misc]

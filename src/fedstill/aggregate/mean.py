@@ -38,6 +38,13 @@ class RunningMean:
         return (self._sum / self.total).to(self._dtype)
 
 
+def relax(start: Tensor, mean: Tensor, rho: float) -> Tensor:
+    """start + rho (mean - start), and exactly the mean at rho = 1."""
+    if rho == 1:
+        return mean
+    return (start.double() + rho * (mean.double() - start.double())).to(mean.dtype)
+
+
 def weighted_mean(pairs: Iterable[tuple[Tensor, float]]) -> Tensor:
     """Weighted mean of (vector, weight) pairs, taken one at a time."""
     mean = RunningMean()

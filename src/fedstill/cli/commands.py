@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from fedstill import data as datasets_
+from fedstill.cli.failure import Halted
 from fedstill.cli.progress import Display
 from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.files import read_json
 from fedstill.data.dataset import Dataset
 from fedstill.experiment import api
 from fedstill.experiment.config import Config, is_config_file, parse_assignments, read_toml, resolve
@@ -25,6 +27,7 @@ from fedstill.report.curves import curves
 
 console = Console()
 Flags = Mapping[str, Any]
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def run(method: str, flags: Flags, assignments: list[str], *, out: Path | None, force: bool, dry_run: bool) -> None:
@@ -33,12 +36,12 @@ def run(method: str, flags: Flags, assignments: list[str], *, out: Path | None, 
         print(config.toml(), end="")
         return
     path = out or Path("runs") / run_name(config)
-    with _continue_hint(path):
-        result = api.start(config, path, force=force, listener=Display(console))
+    with _run_in(path) as display:
+        result = api.start(config, path, force=force, listener=display)
     console.print(results_table({config.method: result.summary}))
     picture = path / "curves.png"
     curves({config.method: result.records}, picture, title=_title(config))
-    console.print(f"curves: {picture}\nall of it: {path}")
+    _say(f"curves: {picture}\nall of it: {path}")
 
 
 def compare(methods: list[str], flags: Flags, assignments: list[str], *, out: Path | None, force: bool) -> None:
@@ -54,21 +57,25 @@ def compare(methods: list[str], flags: Flags, assignments: list[str], *, out: Pa
     dataset = load_data(first)
     results = {}
     for method, config in configs.items():
-        with _continue_hint(paths[method]):
-            results[method] = api.start(config, paths[method], force=force, listener=Display(console), data=dataset)
+        with _run_in(paths[method]) as display:
+            results[method] = api.start(config, paths[method], force=force, listener=display, data=dataset)
     console.print(results_table({m: r.summary for m, r in results.items()}))
     picture = folder / "curves.png"
     curves({m: r.records for m, r in results.items()}, picture, title=_title(first))
-    console.print(f"curves: {picture}\nall of it: {folder}")
+    _say(f"curves: {picture}\nall of it: {folder}")
 
 
 def resume(directory: Path, rounds: int | None) -> None:
-    with _continue_hint(directory):
-        result = api.resume(directory, rounds=rounds, listener=Display(console))
+    if rounds is not None and rounds < 1:
+        raise SettingError(f"--rounds {rounds}: at least 1 is needed")
+    with _run_in(directory) as display:
+        result = api.resume(directory, rounds=rounds, listener=display)
     console.print(results_table({result.summary["method"]: result.summary}))
 
 
 def show(directories: list[Path], plot: Path | None) -> None:
+    if plot:
+        _check_picture(plot, "--plot")
     finished: dict[str, Record] = {}
     records: dict[str, list[Record]] = {}
     for directory in directories:
@@ -77,30 +84,30 @@ def show(directories: list[Path], plot: Path | None) -> None:
         while name in records:
             name += "'"
         records[name] = directory_.records()
-        summary = directory / "summary.json"
-        if summary.exists():
-            finished[name] = json.loads(summary.read_text())
-            continue
         total = read_toml(directory / "config.toml").get("rounds", "?")
         done = records[name][-1]["round"] if records[name] else 0
-        console.print(f"{directory}: {done} of {total} rounds; continue it with 'fedstill resume {directory}'")
+        summary = directory / "summary.json"
+        if summary.exists() and done == total:
+            finished[name] = read_json(summary)
+            continue
+        _say(f"{directory}: {done} of {total} rounds; continue it with 'fedstill resume {directory}'")
     if finished:
         console.print(results_table(finished))
     if plot:
         curves(records, plot)
-        console.print(f"curves: {plot}")
+        _say(f"curves: {plot}")
 
 
 def methods(name: str | None, flags: Flags) -> None:
     chosen = [name] if name else registry.names()
     overview = Table(title="Methods", caption="bytes for one client and round")
     for column in ("id", "what it does", "down", "up", "needs", "paper"):
-        overview.add_column(column, overflow="fold")
+        overview.add_column(column, overflow="fold", no_wrap=column == "id")
     dataset: Dataset | None = None
     for each in chosen:
         config = _config(each, flags, [])
         dataset = dataset or load_data(config)
-        setup = prepare(config.model_copy(update={"clients": 1, "partition": "iid"}), data=dataset)
+        setup = prepare(config.model_copy(update={"clients": 1, "partition": "iid", "pool": 0.1}), data=dataset)
         wire, cls = setup.method.wire(setup.task), type(setup.method)
         needs = [
             *(["proxy data"] if cls.needs_proxy_data else []),
@@ -121,7 +128,7 @@ def methods(name: str | None, flags: Flags) -> None:
         settings = Table(title=f"Settings of {name} (--set key=value)")
         for column in ("key", "default", "meaning"):
             settings.add_column(column)
-        for parameter in registry.hyper_parameters(registry.find(name)):
+        for parameter in registry.hyper_parameters(name):
             settings.add_row(parameter.name, str(parameter.default), parameter.meaning)
         console.print(settings)
 
@@ -129,7 +136,7 @@ def methods(name: str | None, flags: Flags) -> None:
 def datasets(data_dir: str | None) -> None:
     listing = Table(title="Datasets")
     for column in ("name", "train", "test", "classes", "shape", "from", "here"):
-        listing.add_column(column, overflow="fold")
+        listing.add_column(column, overflow="fold", no_wrap=column not in ("from", "here"))
     for row in datasets_.describe(data_dir):
         shape = "x".join(map(str, row.shape))
         listing.add_row(
@@ -142,16 +149,13 @@ def datasets(data_dir: str | None) -> None:
             row.found or "no",
         )
     console.print(listing)
-    console.print(
-        "Also: a folder of images by class, a folder per client, an .npz of x, y and client, file.py:function"
-    )
+    _say("Also: a folder of images by class, a folder per client, an .npz of x, y and client, file.py:function")
 
 
 def partition(flags: Flags, assignments: list[str], out: Path) -> None:
+    _check_picture(out, "--out")
     config = _config("fedavg", flags, assignments)
     federation = divide(config, load_data(config))
-    if not out.parent.is_dir():
-        raise SettingError(f"--out {out}: there is no folder {out.parent}")
     bubbles(federation, out)
     rows = table(federation)
     shown = Table(title=f"{config.data}, {config.partition}, {federation.clients} clients")
@@ -160,7 +164,7 @@ def partition(flags: Flags, assignments: list[str], out: Path) -> None:
     for row in rows[:100]:
         shown.add_row(*(f"{v:.0%}" if isinstance(v, float) else str(v) for v in row.values()))
     console.print(shown)
-    console.print(f"picture: {out}")
+    _say(f"picture: {out}")
 
 
 def results_table(summaries: Mapping[str, Record]) -> Table:
@@ -203,7 +207,7 @@ def _config(method: str, flags: Flags, assignments: list[str]) -> Config:
 
 def _known_to(method: str, methods: list[str], assignments: list[str]) -> list[str]:
     """The assignments without those that belong to another of the compared methods only."""
-    own = {m: {p.name for p in registry.hyper_parameters(registry.find(m))} for m in methods}
+    own = {m: {p.name for p in registry.hyper_parameters(m)} for m in methods}
     others = set().union(*(own[m] for m in methods if m != method)) - own[method] - set(Config.model_fields)
     return [a for a in assignments if a.partition("=")[0] not in others]
 
@@ -224,6 +228,19 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.2f} %"
 
 
+def _say(text: str) -> None:
+    """Print a line as it is: a path in it can be copied, and brackets mean nothing."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _check_picture(path: Path, option: str) -> None:
+    """Refuse a picture that could not be written, before the work that goes into it."""
+    if path.suffix.lower() not in PICTURES:
+        raise SettingError(f"{option} {path}: a picture ends in {', '.join(PICTURES)}")
+    if not path.parent.is_dir():
+        raise SettingError(f"{option} {path}: there is no folder {path.parent}")
+
+
 def _slug(name: str) -> str:
     return "".join(c if c.isalnum() or c in "+-_" else "-" for c in name).strip("-")
 
@@ -233,19 +250,20 @@ def _title(config: Config) -> str:
     return f"{config.data}, {config.clients} clients, {config.partition}{alpha}, {config.model}, seed {config.seed}"
 
 
-class _continue_hint:
-    """If work in a run directory stops, say how to go on."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
-        started = (self.path / "metrics.jsonl").exists()
-        if (
-            started
-            and isinstance(error, FedstillError | OSError | KeyboardInterrupt)
-            and not isinstance(error, SettingError)
-        ):
-            Console(stderr=True).print(f"what is done is kept; continue with: fedstill resume {self.path}")
+@contextmanager
+def _run_in(path: Path) -> Iterator[Display]:
+    """A display for a run in this directory; if the run stops under way, the user is told how to go on."""
+    display, log = Display(console), path / "log.txt"
+    logged = log.stat().st_mtime_ns if log.exists() else 0
+    try:
+        yield display
+    except SettingError:
+        raise
+    except (FedstillError, OSError, KeyboardInterrupt) as error:
+        if not display.began:
+            raise
+        raise Halted(error, path) from error
+    except Exception as error:  # of the user's own method, unless it came before there was a log
+        if not log.exists() or log.stat().st_mtime_ns == logged:
+            raise
+        raise Halted(error, path) from error

@@ -6,16 +6,19 @@ import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from fedstill.cli.failure import Halted, one_line
 from fedstill.core.errors import FedstillError
+
+UsageError: Any = typer.BadParameter.__base__  # of typer's own copy of click, or of click
+STOPPED = 130  # what typer makes of Ctrl-C
 
 app = typer.Typer(
     name="fedstill",
     help="Federated learning on heterogeneous data by knowledge distillation.\n\nStart with:  fedstill run fedavg",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -218,16 +221,22 @@ def _settings(arguments: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Entry point: what the user can mend is one line, without a traceback."""
     try:
-        app()
-    except FedstillError as error:
-        _fail(str(error))
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}")
-    except KeyboardInterrupt:
-        _fail("stopped", code=130)
+        code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
+    except UsageError as error:
+        text, context = error.format_message(), error.ctx
+        where = f" (see '{context.command_path} --help')" if context else ""
+        _fail(" ".join(text.split()).rstrip(".") + where)
+    except Halted as error:
+        _fail(str(error), error.hint, code=error.code)
+    except (FedstillError, OSError) as error:
+        _fail(one_line(error))
+    if code == STOPPED:
+        _fail("stopped", code=STOPPED)
+    sys.exit(code or 0)
 
 
-def _fail(text: str, code: int = 2) -> None:
+def _fail(text: str, hint: str = "", code: int = 2) -> NoReturn:
     print(f"error: {text}", file=sys.stderr)
+    if hint:
+        print(hint, file=sys.stderr)
     sys.exit(code)

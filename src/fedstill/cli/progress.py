@@ -28,12 +28,21 @@ class Display(Listener):
         self._setup: Setup | None = None
         self._clients = self._clients_done = 0
 
+    @property
+    def began(self) -> bool:
+        """Whether the run got as far as its rounds."""
+        return self._setup is not None
+
     def started(self, setup: Setup, done: int) -> None:
         self._setup = setup
         c = setup.config
         self._console.print(
-            f"[bold]{c.method}[/bold] on {c.data}: {setup.federation.clients} clients, {c.partition} partition, "
-            f"{c.model} with {setup.task.size:,} weights, {c.rounds - done} rounds"
+            f"{c.method} on {c.data}: {setup.federation.clients} clients, {c.partition} partition, "
+            f"{c.model} with {setup.task.size:,} weights, {c.rounds - done} rounds",
+            style="bold",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
         if self._console.is_terminal and done < c.rounds:
             self._bar = Progress(
@@ -66,7 +75,7 @@ class Display(Listener):
         elif numbers:
             self._console.print(f"round {record['round']}/{rounds}: {numbers}", highlight=False)
         if record["dropped"]:
-            self._console.print(f"round {record['round']}: {record['dropped']} clients dropped (see log.txt)")
+            self._console.print(f"round {record['round']}: clients dropped: {record['dropped']} (see log.txt)")
 
     def ended(self) -> None:
         if self._bar:

@@ -35,6 +35,8 @@ def encode(tree: Tree) -> bytes:
 
     def strip(node: Tree) -> Tree:
         if isinstance(node, Tensor):
+            if node.layout is not torch.strided:
+                raise TypeError(f"cannot be kept or sent: a tensor of layout {node.layout}; make it dense")
             name = str(len(tensors))
             tensor = node.detach().contiguous()
             # safetensors refuses tensors that share memory: give each its own.
@@ -42,7 +44,10 @@ def encode(tree: Tree) -> bytes:
             memory.add(tensor.untyped_storage().data_ptr())
             return {_TENSOR: name}
         if isinstance(node, dict):
-            return {str(k): strip(v) for k, v in node.items()}
+            for key in node:
+                if not isinstance(key, str) or key == _TENSOR:
+                    raise TypeError(f"cannot be kept or sent: a dict with the key {key!r}; keys must be strings")
+            return {k: strip(v) for k, v in node.items()}
         if isinstance(node, list | tuple):
             return [strip(v) for v in node]
         if node is None or isinstance(node, bool | int | float | str):
@@ -55,12 +60,6 @@ def encode(tree: Tree) -> bytes:
 
 def decode(data: bytes) -> Tree:
     """The tree that `encode` was given; DataError if the bytes are not one."""
-    try:
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        shape = json.loads(header["__metadata__"]["tree"])
-        tensors = load_tensors(data)
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise DataError(f"damaged data: {error}") from error
 
     def fill(node: Tree) -> Tree:
         if isinstance(node, dict):
@@ -69,12 +68,22 @@ def decode(data: bytes) -> Tree:
             return [fill(v) for v in node]
         return node
 
-    return fill(shape)
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        shape = json.loads(header["__metadata__"]["tree"])
+        tensors = load_tensors(data)
+        return fill(shape)
+    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+        raise DataError(f"damaged data: {error}") from error
 
 
-def nbytes(message: Message) -> int:
-    """Bytes of the tensors in a message."""
-    return sum(t.numel() * t.element_size() for t in message.values())
+def nbytes(tree: Tree) -> int:
+    """Bytes of the tensors in a tree."""
+    if isinstance(tree, Tensor):
+        return tree.numel() * tree.element_size()
+    if isinstance(tree, dict):
+        return sum(map(nbytes, tree.values()))
+    return sum(map(nbytes, tree)) if isinstance(tree, list) else 0
 
 
 def first_not_finite(message: Message) -> str | None:

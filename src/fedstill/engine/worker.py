@@ -70,19 +70,28 @@ class Worker:
             self.store.write(request.client, request.round, client.touched_state)
         metrics = {"train_loss": client.trained.loss} if client.trained else {}
         if request.measure:
-            metrics |= self._local_accuracy(client)
+            metrics |= self._own_model(client)
         return {"samples": len(client.data), "message": message, "metrics": metrics}
 
     @torch.no_grad()
-    def _local_accuracy(self, client: Client) -> dict[str, float]:
-        """Accuracy of the client's own model, as trained in this round, on its own test data."""
-        held, index = self.federation.test_split, torch.from_numpy(self.federation.test(client.id))
-        if not len(index):
-            return {}
-        test = Samples(held.x, held.y, index, self.task.dataset.normalise)
+    def _own_model(self, client: Client) -> dict[str, float]:
+        """How the client's own model, as trained in this round, does on its own test data.
+
+        Where there is no global model, also how it does on the global test set.
+        """
         client.net.eval()
-        predicted = torch.cat([client.net(x).argmax(1) for x in test.parts(EVAL_BATCH)])
-        return {"local_accuracy": float((predicted == test.y).double().mean())}
+        held, index = self.federation.test_split, torch.from_numpy(self.federation.test(client.id))
+        test = Samples(held.x, held.y, index, self.task.dataset.normalise)
+        metrics = {}
+        if len(test):
+            predicted = torch.cat([client.net(x).argmax(1) for x in test.parts(EVAL_BATCH)])
+            metrics["local_accuracy"] = float((predicted == test.y).double().mean())
+        if not self.method.global_model:
+            split = self.task.dataset.test
+            found = score(self.task, client.flat.read(), split.x, split.y)
+            metrics["test_accuracy"] = float((found["predicted"] == split.y).double().mean())
+            metrics["test_loss"] = float(found["loss"].double().mean())
+        return metrics
 
     def _stored(self, request: Score) -> tuple[Tensor, Tensor]:
         where = slice(request.start, request.stop)

@@ -28,7 +28,7 @@ class Result:
 
     summary: Record  # as in summary.json
     records: list[Record]  # as in metrics.jsonl
-    model: nn.Module  # the trained network: yours, if you brought one
+    model: nn.Module  # the trained network: yours, if you brought one; untrained if the method has no global model
     path: Path | None  # the run directory, if it was kept
 
 
@@ -100,13 +100,17 @@ def _execute(setup: Setup, directory: RunDirectory, listener: Listener | None) -
         with logging_to(directory.path / "log.txt"):
             run = Run(setup, directory, listener)
             summary = run.execute()
-        net = run.setup.task.build().module
-        module = net.module if isinstance(net, Wrapped) else net
-        module.load_state_dict(run.trained_state_dict())
-        module.eval()
-        return Result(summary, run.records, module, directory.path)
+        return Result(summary, run.records, _trained(run), directory.path)
     finally:
         directory.release()
+
+
+def _trained(run: Run) -> nn.Module:
+    net = run.setup.task.build().module
+    module = net.module if isinstance(net, Wrapped) else net
+    if run.setup.method.global_model:
+        module.load_state_dict(run.trained_state_dict())
+    return module.eval()
 
 
 def _config(method: str | Method, data: object, model: object, settings: dict[str, Any]) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import tomli_w
@@ -20,7 +20,7 @@ from fedstill.train.task import BufferPolicy
 class Config(BaseModel):
     """Every setting of a run, with its default and meaning. A method's own are in `hyper`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     method: str = Field("fedavg", description="method id, or file.py:Class")
     # who holds what
@@ -77,7 +77,7 @@ class Config(BaseModel):
 
     def toml(self) -> str:
         """The configuration as TOML, all settings written out."""
-        return tomli_w.dumps(self.model_dump())
+        return tomli_w.dumps(_writable(self.model_dump()))
 
 
 def resolve(*layers: Mapping[str, Any], custom_method: bool = False) -> Config:
@@ -86,20 +86,23 @@ def resolve(*layers: Mapping[str, Any], custom_method: bool = False) -> Config:
     A name that is not a setting of the run is taken for one of the method's own, wherever it stands.
     """
     merged: dict[str, Any] = {}
-    hyper: dict[str, Any] = {}
+    tables: dict[str, dict[str, Any]] = {"hyper": {}, "model_options": {}}
     for layer in layers:
         for key, value in layer.items():
-            if key == "hyper":
+            if key in tables:
                 if not isinstance(value, Mapping):
-                    raise SettingError(f"hyper = {value!r}: a table of the method's settings is needed")
-                hyper |= value
+                    raise SettingError(f"{key} = {value!r}: a table of settings is needed")
+                tables[key] |= value
             elif key in Config.model_fields:
                 merged[key] = value
             else:
-                hyper[key] = value
-    method = merged.get("method", "fedavg")
-    if not custom_method:
-        own = [p.name for p in registry.hyper_parameters(registry.find(method))]
+                tables["hyper"][key] = value
+    hyper, method = tables["hyper"], merged.get("method", "fedavg")
+    if not isinstance(method, str):
+        raise SettingError(f"method = {method!r}: the name of a method is needed")
+    merged |= tables
+    if not custom_method and not is_object(method):
+        own = [p.name for p in registry.hyper_parameters(method)]
         for key in hyper:
             if key not in own:
                 raise unknown("setting", key, [*own, *Config.model_fields])
@@ -126,23 +129,23 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 def parse_assignments(pairs: list[str], method: str) -> dict[str, Any]:
     """`key=value` words as settings. The method's own settings win over the run's where both have the name."""
     settings: dict[str, Any] = {}
-    hyper: dict[str, Any] = {}
-    own = {p.name for p in registry.hyper_parameters(registry.find(method))}
+    tables: dict[str, dict[str, Any]] = {"hyper": {}, "model_options": {}}
+    own = {p.name for p in registry.hyper_parameters(method)}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key:
             raise SettingError(f"--set {pair}: write it as key=value")
         value = _value(text)
-        prefix, _, rest = key.partition(".")
-        if rest and prefix == "model_options":
-            settings.setdefault("model_options", {})[rest] = value
-        elif rest and prefix == "hyper":
-            hyper[rest] = value
-        elif key in own:
-            hyper[key] = value
+        table, _, rest = key.partition(".")
+        if key in own:
+            tables["hyper"][key] = value
+        elif rest and table in tables:
+            tables[table][rest] = value
+        elif key in tables:
+            raise SettingError(f"--set {pair}: name the setting, --set {key}.name=value")
         else:
             settings[key] = value
-    return {**settings, "hyper": hyper}
+    return settings | tables
 
 
 def _value(text: str) -> Any:
@@ -151,6 +154,17 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def _writable(node: Any) -> Any:
+    """What TOML can say of a value: None is left out, an object of the user's own is named."""
+    if isinstance(node, Mapping):
+        return {str(k): _writable(v) for k, v in node.items() if v is not None}
+    if isinstance(node, list | tuple):
+        return [_writable(v) for v in node if v is not None]
+    if isinstance(node, PurePath):
+        return str(node)
+    return node if isinstance(node, bool | int | float | str) else f"<{type(node).__name__}>"
 
 
 def is_object(name: str) -> bool:

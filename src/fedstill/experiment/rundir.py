@@ -5,6 +5,7 @@ metrics.jsonl       one JSON object a round
 summary.json        best and final numbers, cost, versions; there when the run is finished
 clients.csv         each client's samples and its accuracy under the final model
 model.safetensors   the final model as named tensors
+curves.png          the learning curves, where the command line drew them
 checkpoints/        the last two rounds' server state, and the clients' own
 log.txt             what happened when
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import math
 import os
 import shutil
@@ -27,8 +29,12 @@ from fedstill.core.store import Store
 from fedstill.core.tree import Tree
 from fedstill.experiment.config import Config, read_toml, resolve
 
+log = logging.getLogger(__name__)
+
 Record = dict[str, Any]
 _KEPT = 2
+_LOCK = "checkpoints/lock"
+_FILES = ("summary.json", "metrics.jsonl", "clients.csv", "model.safetensors", "curves.png", "log.txt")
 
 
 class RunDirectory:
@@ -50,14 +56,12 @@ class RunDirectory:
                     f"{path} exists; continue it with 'fedstill resume {path}', choose another --out, "
                     "or replace it with --force"
                 )
-            if not (path / "config.toml").is_file():
+            if not _was_run(path):
                 raise SettingError(f"{path} is not a run directory; --force will not delete it")
-            cls(path)._take_lock()
-            shutil.rmtree(path)
         run = cls(path)
-        run.checkpoints.mkdir(parents=True)
-        run.write_config(config)
         run._take_lock()
+        run._clear()
+        run.write_config(config)
         return run
 
     @classmethod
@@ -71,12 +75,8 @@ class RunDirectory:
         return run
 
     def write_config(self, config: Config) -> None:
-        """Change the settings of a run that goes on."""
-        held = self._lock
+        """Set the settings of a run, or change those of one that goes on."""
         write_atomic(self.path / "config.toml", config.toml())
-        if held is not None:  # the lock is on the file that was just replaced
-            self._take_lock()
-            os.close(held)
 
     def config(self, *, custom_method: bool = False) -> Config:
         return resolve(read_toml(self.path / "config.toml"), custom_method=custom_method)
@@ -87,7 +87,7 @@ class RunDirectory:
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return records
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             try:
                 records.append(json.loads(line))
             except ValueError:
@@ -122,7 +122,8 @@ class RunDirectory:
             path = self._checkpoint_path(round_)
             try:
                 state = tree.decode(path.read_bytes())
-            except DataError:
+            except DataError as error:
+                log.warning("%s: %s", path, error)
                 damaged.append(path)
                 continue
             for bad in damaged:
@@ -131,8 +132,17 @@ class RunDirectory:
             return round_, state
         if damaged:
             raise FedstillError(f"no checkpoint can be read: {damaged[0]} is damaged, and there is no older one")
+        self._check_nothing_done()
         self._undo_after(0)
         return None
+
+    def _check_nothing_done(self) -> None:
+        """Refuse to start anew, and so to forget its rounds, in a directory that lost its checkpoints."""
+        done = max((r["round"] for r in self.records()), default=0)
+        due = read_toml(self.path / "config.toml").get("checkpoint_every", 1)
+        # A round is in metrics.jsonl before its checkpoint is written, so the first may lack one.
+        if done > due or (self.path / "summary.json").exists():
+            raise FedstillError(f"{self.checkpoints} holds no checkpoint of the {done} rounds done; it cannot go on")
 
     def write(self, name: str, data: str | bytes) -> None:
         """One of the files that the end of a run writes."""
@@ -143,7 +153,7 @@ class RunDirectory:
         self.server_store.rollback(round_)
         kept = [r for r in self.records() if r["round"] <= round_]
         write_atomic(self.path / "metrics.jsonl", "".join(to_json(r) + "\n" for r in kept))
-        for leftover in self.path.rglob(".*"):  # of writes that a crash cut off
+        for leftover in self.path.rglob(".*.tmp"):  # of writes that a crash cut off
             leftover.unlink(missing_ok=True)
 
     def _checkpoint_path(self, round_: int) -> Path:
@@ -154,17 +164,36 @@ class RunDirectory:
 
     def _take_lock(self) -> None:
         """Hold the directory until this process ends, however it ends."""
-        self._lock = os.open(self.path / "config.toml", os.O_RDONLY)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
             raise FedstillError(f"{self.path} is in use by another process") from error
+        except OSError as error:  # some network file systems have no locks
+            log.warning("%s is not protected against a second process: %s", self.path, error)
+        self._lock = lock
+
+    def _clear(self) -> None:
+        """Delete what an earlier run wrote, and nothing else."""
+        for name in _FILES:
+            (self.path / name).unlink(missing_ok=True)
+        for file in self.checkpoints.glob("round-*"):
+            file.unlink()
+        for store in (self.client_store, self.server_store):
+            shutil.rmtree(store.root, ignore_errors=True)
 
     def release(self) -> None:
         """Let other processes have the directory."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _was_run(path: Path) -> bool:
+    """Whether a run wrote to this folder; a config.toml alone may be the user's own."""
+    return any((path / name).is_file() for name in ("metrics.jsonl", _LOCK))
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

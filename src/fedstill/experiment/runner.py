@@ -65,7 +65,8 @@ class Evaluation:
 
     def record(self) -> Record:
         fair = self.fair
-        return {"accuracy": self.accuracy, "loss": self.loss, "amp": fair.amp, "fm": fair.fm, "wlp": fair.wlp}
+        quality = {"accuracy": self.accuracy, "loss": self.loss, "amp": fair.amp, "fm": fair.fm, "wlp": fair.wlp}
+        return quality | {"per_class": self.per_class}
 
 
 class Run:
@@ -74,7 +75,7 @@ class Run:
     def __init__(self, setup: Setup, directory: RunDirectory, listener: Listener | None = None) -> None:
         self.setup, self.directory = setup, directory
         self.listener = listener or Listener()
-        self.server = Server(setup.task, setup.federation.clients, directory.server_store)
+        self.server = Server(setup.task, setup.federation.sizes, directory.server_store, setup.pool())
         self.records: list[Record] = []
         self._active_since_checkpoint: set[int] = set()
         restored = directory.restore()
@@ -106,8 +107,8 @@ class Run:
                 if round_ % config.checkpoint_every == 0 or round_ == config.rounds:
                     self._checkpoint()
                 self.listener.round_done(record)
-            if evaluation is None:
-                evaluation = self._evaluate(engine, next(iter(self._models().values())))
+            if evaluation is None and self.setup.method.global_model:
+                evaluation = self._evaluate(engine, self.model())
         summary = self._summary()
         self._write_results(summary, evaluation)
         log.info("finished")
@@ -137,10 +138,9 @@ class Run:
         evaluations = {name: self._evaluate(engine, model) for name, model in models.items()}
         main = next(iter(evaluations.values()), None)
         record: Record = {"round": round_, **dict.fromkeys(QUALITY)}
-        if main:
-            record |= main.record()
+        if due:
             record["local_accuracy"] = uplinks.mean("local_accuracy")
-            record["per_class"] = main.per_class
+            record |= main.record() if main else _of_own_models(uplinks)
         record |= {
             "train_loss": uplinks.mean("train_loss"),
             "bytes_down": nbytes(down) * len(cohort),
@@ -157,6 +157,10 @@ class Run:
 
     def _models(self) -> dict[str, Tensor]:
         return self.setup.method.models(self.server)
+
+    def model(self) -> Tensor:
+        """The weights of the model: what the run is for."""
+        return next(iter(self._models().values()))
 
     def _evaluate(self, engine: Engine, model: Tensor) -> Evaluation:
         federation = self.setup.federation
@@ -204,7 +208,7 @@ class Run:
         summary |= {
             "final_is_mean_of": len(last),
             "best_round": max(scored, key=lambda r: r["accuracy"])["round"],
-            "final_per_class": last[-1]["per_class"],
+            "final_per_class": last[-1].get("per_class"),
             **{name: sum(r[name] for r in self.records) for name in ("bytes_down", "bytes_up", "dropped")},
             **{name: sum(r[name] for r in self.records) for name in ("seconds", "eval_seconds")},
         }
@@ -212,8 +216,8 @@ class Run:
             summary["also"] = {
                 name: {
                     f"final_{key}": sum(r["also"][name][key] for r in last) / len(last)
-                    for key in also[name]
-                    if all(r["also"][name][key] is not None for r in last)
+                    for key in QUALITY
+                    if key in also[name] and all(r["also"][name][key] is not None for r in last)
                 }
                 for name in also
             }
@@ -222,28 +226,43 @@ class Run:
             summary["rounds_to_target"] = reached[0] if reached else None
         return summary | {"parameters": self.setup.task.size, "versions": versions()}
 
-    def _write_results(self, summary: Record, evaluation: Evaluation) -> None:
+    def _write_results(self, summary: Record, evaluation: Evaluation | None) -> None:
         federation = self.setup.federation
         rows = ["client,train_samples,test_samples,accuracy"]
+        local = evaluation.fair.local if evaluation else np.full(federation.clients, np.nan)
         for name, n, m, accuracy in zip(
             federation.client_names,
             federation.sizes,
             federation.test_sizes,
-            evaluation.fair.local,
+            local,
             strict=True,
         ):
             quoted = '"' + name.replace('"', '""') + '"' if any(c in name for c in ',"\n') else name
             rows.append(f"{quoted},{n},{m},{'' if math.isnan(accuracy) else f'{accuracy:.6f}'}")
         self.directory.write("clients.csv", "\n".join(rows) + "\n")
-        self.directory.write("model.safetensors", save_tensors(self.trained_state_dict()))
+        if self.setup.method.global_model:
+            self.directory.write("model.safetensors", save_tensors(self.trained_state_dict()))
         self.directory.write("summary.json", to_json(summary, indent=2) + "\n")
 
     def trained_state_dict(self) -> dict[str, Tensor]:
         """The model as named tensors, with the names of the user's own network."""
         net = self.setup.task.build()
-        net.load(next(iter(self._models().values())))
+        net.load(self.model())
         module = net.module.module if isinstance(net.module, Wrapped) else net.module
         return {name: t.detach().contiguous() for name, t in module.state_dict().items()}
+
+
+def _of_own_models(uplinks: Checked) -> Record:
+    """The same numbers where there is no global model: of the active clients' own models, on average."""
+    local = np.array(uplinks.metrics.get("local_accuracy", []))
+    known = len(local) > 0
+    return {
+        "accuracy": uplinks.mean("test_accuracy"),
+        "loss": uplinks.mean("test_loss"),
+        "amp": float(local.mean()) if known else None,
+        "fm": float(local.var()) if known else None,
+        "wlp": float(local.min()) if known else None,
+    }
 
 
 def draw_cohort(federation: Federation, participation: float, seed: int, round_: int) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fedstill.core import custom
-from fedstill.core.errors import SettingError
+from fedstill.core.errors import FedstillError, SettingError
 from fedstill.data import augment
 from fedstill.data import load as load_dataset
 from fedstill.data.dataset import Dataset
@@ -23,7 +23,7 @@ from fedstill.methods.base import Method
 from fedstill.models import as_classifier, build, image_size
 from fedstill.models.base import Classifier
 from fedstill.train.evaluate import outputs
-from fedstill.train.task import LocalTraining, Task, classifier
+from fedstill.train.task import LocalTraining, Samples, Task, classifier
 
 Network = nn.Module | Callable[[], nn.Module]
 
@@ -36,6 +36,12 @@ class Setup:
     task: Task
     federation: Federation
     method: Method
+
+    def pool(self) -> Samples | None:
+        """The samples that the server itself holds."""
+        index = torch.from_numpy(self.federation.pool_index)
+        dataset = self.federation.dataset
+        return Samples(dataset.train.x, dataset.train.y, index, dataset.normalise) if len(index) else None
 
 
 def prepare(
@@ -57,15 +63,21 @@ def prepare(
         seed=config.seed,
     )
     _check_fit(task, config)
+    method.check(task)
+    if method.needs_server_labels and not len(federation.pool_index):
+        raise SettingError(f"{config.method} needs labelled samples on the server: set pool, for example pool=0.1")
     return Setup(config, task, federation, method)
 
 
 def load_data(config: Config) -> Dataset:
     """The dataset that the configuration names, images at the size that the model needs."""
     if custom.is_reference(config.data):
-        made = custom.load(config.data)()
+        made = custom.call(config.data)
         if not isinstance(made, Dataset):
-            raise SettingError(f"{config.data} must return a fedstill Dataset (see fedstill.arrays)")
+            raise SettingError(
+                f"{config.data} returns a {type(made).__name__}; it must return a fedstill.Dataset "
+                "(fedstill.from_arrays makes one)"
+            )
         return made
     own = custom.is_reference(config.model) or is_object(config.model)
     needed = None if own else image_size(config.model)
@@ -124,9 +136,16 @@ def network_maker(config: Config, dataset: Dataset, method: Method, model: Netwo
         made = model
         return lambda: method.network(as_classifier(made()))
     if custom.is_reference(config.model):
-        function = custom.load(config.model)
-        return lambda: method.network(as_classifier(function(shape, classes)))
+        return lambda: method.network(as_classifier(_own_network(config.model, shape, classes)))
     return lambda: method.network(build(config.model, shape, classes, **config.model_options))
+
+
+def _own_network(reference: str, shape: tuple[int, ...], classes: int) -> nn.Module:
+    """What a user's function makes of the shape of a sample and the number of classes."""
+    made = custom.call(reference, shape, classes)
+    if not isinstance(made, nn.Module):
+        raise SettingError(f"{reference} returns a {type(made).__name__}; it must return a torch.nn.Module")
+    return made
 
 
 def _check_fit(task: Task, config: Config) -> None:
@@ -137,9 +156,11 @@ def _check_fit(task: Task, config: Config) -> None:
     try:
         with torch.no_grad():
             logits = outputs(classifier(net), x).logits
-    except (RuntimeError, ValueError, TypeError) as error:
+    except FedstillError:
+        raise
+    except Exception as error:
         shape = "x".join(map(str, task.dataset.shape))
-        reason = str(error).splitlines()[0]
+        reason = custom.summary(error)
         raise SettingError(f"model {config.model!r} does not take samples of {shape}: {reason}") from error
     if logits.shape != (len(x), task.classes):
         raise SettingError(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.tree import Message, Tree, first_not_finite, nbytes
+from fedstill.core.tree import Tree, first_not_finite, nbytes
 from fedstill.methods.base import Part, Uplink
 
 log = logging.getLogger(__name__)
@@ -18,8 +18,10 @@ class TooFewClients(FedstillError):
     """A round got fewer usable answers than it needs."""
 
 
-def fault(message: Message, declared: dict[str, Part]) -> str | None:
+def fault(message: Tree, declared: dict[str, Part]) -> str | None:
     """What is wrong with a message, or None."""
+    if not isinstance(message, dict):
+        return f"it is a {type(message).__name__}, not a dict of named tensors"
     if set(message) != set(declared):
         return f"it holds {sorted(message)}, declared is {sorted(declared)}"
     for name, part in declared.items():

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstill.core import seeds
@@ -22,7 +24,7 @@ from fedstill.core.tree import Message
 from fedstill.models.base import Classifier
 from fedstill.train.client import Client
 from fedstill.train.loop import Objective
-from fedstill.train.task import Task
+from fedstill.train.task import Samples, Task
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Part:
     shape: tuple[int, ...]
     what: str
     dtype: torch.dtype = torch.float32
+    optional: bool = False  # not in every round's message
 
     @property
     def nbytes(self) -> int:
@@ -61,13 +64,19 @@ class Uplink:
 class Server:
     """What a method's server side works with."""
 
-    def __init__(self, task: Task, clients: int, store: Store) -> None:
+    def __init__(self, task: Task, sizes: NDArray[np.int64], store: Store, pool: Samples | None = None) -> None:
         self.task = task
-        self.clients = clients  # all of them, active or not
+        self.sizes = sizes  # training samples of every client, active or not
+        self.pool = pool  # labelled samples that the server itself holds
         self.round = 0  # the round in progress, from 1
-        self.model: Tensor = task.build().read()  # the global weights
+        self.model: Tensor = task.initial  # the global weights
         self.state: dict[str, Any] = {}  # what the method keeps between rounds; part of every checkpoint
         self.store = store  # what the method keeps for single clients, on disk
+
+    @property
+    def clients(self) -> int:
+        """How many clients there are, active or not."""
+        return len(self.sizes)
 
     def rng(self, purpose: str) -> torch.Generator:
         """A random stream of the server's own, for one purpose in this round."""
@@ -81,9 +90,13 @@ class Method:
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     needs_proxy_data: ClassVar[bool] = False
-    needs_server_labels: ClassVar[bool] = False
+    needs_server_labels: ClassVar[bool] = False  # samples with labels on the server: the setting `pool`
     changes_model: ClassVar[bool] = False
     extra_information: ClassVar[str] = ""  # what clients reveal beyond weights, in words
+    global_model: ClassVar[bool] = True  # False: clients keep models of their own, the server has none
+
+    def check(self, task: Task) -> None:
+        """Refuse, with a SettingError, a task that the method cannot do."""
 
     def network(self, net: Classifier) -> Classifier:
         """The network this method trains, given the user's."""
@@ -124,3 +137,7 @@ class Method:
     def models(self, server: Server) -> dict[str, Tensor]:
         """The models to evaluate. The first is the model: the one that is saved and headlines the results."""
         return {"model": server.model}
+
+    def pictures(self, task: Task, state: dict[str, Any], count: int) -> Tensor | None:
+        """What a client's generator makes, as (N, C, H, W) with values in 0..1; None: it has no generator."""
+        return None

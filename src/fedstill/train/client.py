@@ -34,6 +34,7 @@ class Client:
         self.task, self.id, self.round, self.data, self.down = task, id, round_, data, down
         self.flat: FlatNet = task.nets.get("student")
         self.trained: Fit | None = None
+        self.notes: dict[str, Any] = {}  # what an objective leaves for the uplink; forgotten after the round
         self._read_state = read_state
         self._state: dict[str, Any] | None = None
         self._live_teachers = 0

@@ -51,6 +51,11 @@ def predict(task: Task, vector: Tensor, samples: Samples) -> Outputs:
     return Outputs(torch.cat([p.logits for p in parts]), torch.cat([p.features for p in parts]))
 
 
+def mean_loss(task: Task, vector: Tensor, samples: Samples) -> float:
+    """Mean cross-entropy of the network with these weights on all samples."""
+    return float(F.cross_entropy(predict(task, vector, samples).logits.double(), samples.y))
+
+
 @torch.no_grad()
 def score(task: Task, vector: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """Loss and predicted class of each stored sample under the network with these weights."""

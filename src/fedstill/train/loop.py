@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedstill.core.tree import Tree
 from fedstill.core.weights import FlatNet
 from fedstill.data.augment import Augmentation
 from fedstill.train.evaluate import Outputs, outputs
@@ -42,12 +43,14 @@ class Objective:
     `term(batch, out)` is a differentiable loss; `gradient(w)` is the gradient of a term that depends on the
     trainable weights alone, given and returned as a flat vector; `modules` are trained along with the network.
     `inputs(batch)` gives further samples that go through the network in the same pass; what it says of them is
-    `out.extra`.
+    `out.extra`. `after(batch)` runs after each step, `done()` after the last.
     """
 
     term: Loss | None = None
     gradient: Callable[[Tensor], Tensor] | None = None
     inputs: Callable[[Batch], Tensor] | None = None
+    after: Callable[[Batch], None] | None = None
+    done: Callable[[], None] | None = None
     modules: tuple[nn.Module, ...] = ()
     base: Loss = cross_entropy
 
@@ -103,8 +106,12 @@ def fit(
         if local.clip:
             nn.utils.clip_grad_norm_(params, local.clip)
         optimizer.step()
+        if objective.after:
+            objective.after(batch)
         total += loss.detach()
         steps += 1
+    if objective.done:
+        objective.done()
     return Fit(steps, float(total) / max(1, steps))
 
 
@@ -113,6 +120,17 @@ def make_optimizer(params: list[nn.Parameter], local: LocalTraining, lr: float) 
     if local.optimizer == "adam":
         return torch.optim.Adam(params, lr=lr, weight_decay=local.weight_decay, fused=True)
     return torch.optim.SGD(params, lr=lr, momentum=local.momentum, weight_decay=local.weight_decay, fused=True)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> Tree:
+    """What an optimiser remembers, as data to keep."""
+    return {str(place): dict(memory) for place, memory in optimizer.state_dict()["state"].items()}
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: Tree) -> None:
+    """Give an optimiser back what `optimizer_state` kept."""
+    fresh = optimizer.state_dict()
+    optimizer.load_state_dict(fresh | {"state": {int(place): memory for place, memory in state.items()}})
 
 
 def batches(data: Samples, local: LocalTraining, order: torch.Generator, *, no_single: bool = False) -> Iterator[Batch]:

@@ -53,11 +53,20 @@ class Task:
         """Networks to load weights into, kept for reuse. One set for each process."""
         return Nets(self.build)
 
+    @cached_property
+    def initial(self) -> Tensor:
+        """The weights that every run with this seed starts from."""
+        return self.build().read()
+
     def build(self) -> FlatNet:
         """A network with the initial weights, which depend on the seed alone."""
+        return self.seeded("initial weights", lambda: FlatNet(self.make_network()))
+
+    def seeded(self, purpose: str, make: Callable[[], FlatNet]) -> FlatNet:
+        """A network whose own random initialisation depends on the seed and the purpose alone."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seeds.key(self.seed, "initial weights"))
-            return FlatNet(self.make_network())
+            torch.manual_seed(seeds.key(self.seed, purpose))
+            return make()
 
     @property
     def classes(self) -> int:
@@ -67,6 +76,11 @@ class Task:
     def size(self) -> int:
         """Length of the network's weight vector."""
         return self.nets.get("student").size
+
+    @property
+    def trainable(self) -> int:
+        """How many of the weights are trained; they come first in the vector."""
+        return self.nets.get("student").trainable
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,9 +104,9 @@ class Nets:
         self._build = build
         self._nets: dict[str, FlatNet] = {}
 
-    def get(self, role: str) -> FlatNet:
+    def get(self, role: str, build: Callable[[], FlatNet] | None = None) -> FlatNet:
         if role not in self._nets:
-            self._nets[role] = self._build()
+            self._nets[role] = (build or self._build)()
         return self._nets[role]
 
 

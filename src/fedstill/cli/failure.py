@@ -1,0 +1,29 @@
+"""What the user is told when something stops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedstill.core.errors import FedstillError
+
+
+class Halted(FedstillError):
+    """A run stopped under way."""
+
+    def __init__(self, reason: BaseException, path: Path) -> None:
+        stopped = isinstance(reason, KeyboardInterrupt)
+        foreign = not isinstance(reason, FedstillError | OSError | KeyboardInterrupt)
+        text = "stopped" if stopped else one_line(reason)
+        super().__init__(f"{text} (the traceback is in {path / 'log.txt'})" if foreign else text)
+        self.hint = f"what is done is kept; continue with: fedstill resume {path}"
+        self.code = 130 if stopped else 2
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line. Of a traceback that came from a worker, its first and its last line."""
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}"
+    text = str(error) if isinstance(error, FedstillError) else f"{type(error).__name__}: {error}"
+    lines = text.strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0].rstrip(':')}: {lines[-1].strip()}"

@@ -1,0 +1,125 @@
+"""FedDistill: federated distillation of class-wise logits (Jeong et al. 2018, Seo et al. 2020), and with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedstill.core.tree import Message
+from fedstill.methods.base import Part, Server, Uplink, Wire
+from fedstill.methods.fedavg import FedAvg
+from fedstill.train.client import Client
+from fedstill.train.evaluate import Outputs
+from fedstill.train.loop import Batch, Objective
+from fedstill.train.task import Task
+
+
+@dataclass(frozen=True)
+class FedDistillPlus(FedAvg):
+    """FedAvg whose clients also learn from the mean logits of each class, collected from all."""
+
+    name: ClassVar[str] = "feddistill-plus"
+    paper: ClassVar[str] = "Seo et al. 2020"
+    extra_information: ClassVar[str] = "mean logits of each class, and which classes it has"
+
+    c: Annotated[float, Ge(0), "weight of the class logits"] = 1.0
+
+    def wire(self, task: Task) -> Wire:
+        plain = super().wire(task)
+        logits = {
+            "logits": Part((task.classes, task.classes), "mean logits of each class"),
+            "known": Part((task.classes,), "which classes have any"),
+        }
+        return Wire(plain.down | logits, plain.up | logits)
+
+    def start(self, server: Server) -> None:
+        classes = server.task.classes
+        server.state |= {"logits": torch.zeros(classes, classes), "known": torch.zeros(classes)}
+
+    def downlink(self, server: Server) -> Message:
+        return super().downlink(server) | {"logits": server.state["logits"], "known": server.state["known"]}
+
+    def objective(self, client: Client) -> Objective:
+        classes = client.task.classes
+        sums, counts = torch.zeros(classes, classes), torch.zeros(classes)
+        client.notes |= {"sums": sums, "counts": counts}
+        targets, known = client.down["logits"].softmax(1), client.down["known"]
+        teaching = self.c > 0 and bool(known.any())
+
+        def term(batch: Batch, out: Outputs) -> Tensor:
+            sums.index_add_(0, batch.y, out.logits.detach())
+            counts.index_add_(0, batch.y, torch.ones(len(batch.y)))
+            if not teaching:
+                return torch.zeros(())
+            # KL(softmax(class logits) || p), for samples of classes that have been heard of
+            each = F.kl_div(out.logits.log_softmax(1), targets[batch.y], reduction="none").sum(1)
+            return self.c * (each * known[batch.y]).mean()
+
+        return Objective(term=term)
+
+    def uplink(self, client: Client) -> Message:
+        sums, counts = client.notes["sums"], client.notes["counts"]
+        logits = sums / counts.clamp(min=1).unsqueeze(1)
+        return super().uplink(client) | {"logits": logits, "known": (counts > 0).float()}
+
+    def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        sums = torch.zeros_like(server.state["logits"], dtype=torch.float64)
+        counts = torch.zeros_like(server.state["known"], dtype=torch.float64)
+
+        def collected() -> Iterator[Uplink]:
+            for up in uplinks:
+                sums.add_(up["logits"] * up["known"].unsqueeze(1))
+                counts.add_(up["known"])
+                yield up
+
+        self.average(server, collected())
+        heard = counts > 0  # a class that nobody had in this round keeps what was known of it
+        fresh = (sums / counts.clamp(min=1).unsqueeze(1)).float()
+        server.state["logits"] = torch.where(heard.unsqueeze(1), fresh, server.state["logits"])
+        server.state["known"] = torch.maximum(server.state["known"], heard.float())
+
+    def average(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        """What becomes of the weights."""
+        FedAvg.aggregate(self, server, uplinks)
+
+
+@dataclass(frozen=True)
+class FedDistill(FedDistillPlus):
+    """Clients keep their models and share only the mean logits of each class."""
+
+    name: ClassVar[str] = "feddistill"
+    paper: ClassVar[str] = "Jeong et al. 2018"
+    global_model: ClassVar[bool] = False
+
+    def wire(self, task: Task) -> Wire:
+        both = super().wire(task)
+        return Wire(_without_model(both.down), _without_model(both.up))
+
+    def downlink(self, server: Server) -> Message:
+        return _without_model(super().downlink(server))
+
+    def local(self, client: Client) -> Message:
+        client.flat.load(client.state.get("model", client.task.initial))
+        client.fit(self.objective(client))
+        client.state["model"] = client.flat.read()
+        return self.uplink(client)
+
+    def uplink(self, client: Client) -> Message:
+        return _without_model(super().uplink(client))
+
+    def average(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        for _ in uplinks:
+            pass
+
+    def models(self, server: Server) -> dict[str, Tensor]:
+        return {}
+
+
+def _without_model(parts: dict[str, Any]) -> dict[str, Any]:
+    return {name: part for name, part in parts.items() if name != "model"}

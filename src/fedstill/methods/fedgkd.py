@@ -1,0 +1,68 @@
+"""FedGKD: Yao et al., "Local-global knowledge distillation in heterogeneous federated learning", 2022."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedstill.aggregate.mean import weighted_mean
+from fedstill.core.tree import Message
+from fedstill.methods.base import Server, Uplink, Wire
+from fedstill.methods.fedavg import FedAvg
+from fedstill.train.client import Client
+from fedstill.train.loop import Objective
+from fedstill.train.losses import kl
+from fedstill.train.task import Task
+
+
+def mse(teacher: Tensor, student: Tensor) -> Tensor:
+    """Mean squared difference of logits (the paper's Table 9)."""
+    return F.mse_loss(student, teacher)
+
+
+Regulariser = Literal["kl", "mse"]
+REGULARISERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"kl": kl, "mse": mse}
+
+
+@dataclass(frozen=True)
+class FedGKD(FedAvg):
+    """The mean of the last `buffer` global models teaches every client."""
+
+    name: ClassVar[str] = "fedgkd"
+    paper: ClassVar[str] = "Yao et al. 2022"
+
+    gamma: Annotated[float, Ge(0), "weight of the teacher; the loss has gamma/2"] = 0.2
+    buffer: Annotated[int, Ge(1), "M: how many past global models are averaged"] = 5
+    regulariser: Annotated[Regulariser, "KL of probabilities, or squared error of logits"] = "kl"
+
+    def wire(self, task: Task) -> Wire:
+        plain = super().wire(task)
+        if self.buffer == 1:  # the teacher is the model itself
+            return plain
+        return Wire(plain.down | {"teacher": plain.down["model"]}, plain.up)
+
+    def start(self, server: Server) -> None:
+        server.state["history"] = []  # trained models only: the initial weights have nothing to teach
+
+    def downlink(self, server: Server) -> Message:
+        down = super().downlink(server)
+        if self.buffer > 1:
+            history = server.state["history"] or [server.model]
+            down["teacher"] = weighted_mean((w, 1) for w in history)  # w-bar_t, Sec. 3.2
+        return down
+
+    def objective(self, client: Client) -> Objective:
+        if client.round == 1 or self.gamma == 0:
+            return Objective()
+        taught = client.teacher(client.down.get("teacher", client.down["model"]))
+        distance = REGULARISERS[self.regulariser]
+        return Objective(term=lambda batch, out: self.gamma / 2 * distance(taught(batch).logits, out.logits))  # Eq. 4
+
+    def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        super().aggregate(server, uplinks)
+        server.state["history"] = [*server.state["history"], server.model][-self.buffer :]

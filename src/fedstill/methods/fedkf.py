@@ -1,0 +1,183 @@
+"""FedKF: Zhou et al., "Handling data heterogeneity in federated learning via knowledge fusion", 2022."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedstill.aggregate.latest import CacheInit, LatestMean
+from fedstill.core.tree import Message
+from fedstill.core.weights import FlatNet
+from fedstill.distill.generators import ImageGenerator, check_image_shape
+from fedstill.methods.base import Server, Uplink, Wire
+from fedstill.methods.fedavg import FedAvg
+from fedstill.train.client import Client
+from fedstill.train.evaluate import Outputs, load_for_evaluation, outputs
+from fedstill.train.loop import Batch, Objective, optimizer_state, restore_optimizer
+from fedstill.train.losses import kl
+from fedstill.train.task import Task, classifier
+
+
+@dataclass(frozen=True)
+class FedKF(FedAvg):
+    """A data-free generator carries the all-clients model's knowledge into every local model."""
+
+    name: ClassVar[str] = "fedkf"
+    paper: ClassVar[str] = "Zhou et al. 2022"
+
+    gamma: Annotated[float, Ge(0), "weight of the teacher, Eq. 7"] = 1.0
+    lambda1: Annotated[float, Ge(0), "weight of the generator's cross-entropy, Eq. 4"] = 0.01
+    lambda2: Annotated[float, Ge(0), "weight of the generator's activation loss, Eq. 4"] = 0.1
+    beta: Annotated[float, Gt(0), "learning rate of the generator (Adam)"] = 1e-3
+    z_dim: Annotated[int, Ge(1), "dimension of the noise"] = 100
+    width: Annotated[int, Ge(2), "channels of the generator"] = 128
+    t1: Annotated[bool, "teach and return the all-clients average; False is FedKF-"] = True
+    cache_init: Annotated[CacheInit, "clients never active: left out (seen), or with the initial weights (w0)"] = "seen"
+    gen_first: Annotated[bool, "generator step before the student's, as in Algorithm 1"] = True
+    reset_generator: Annotated[bool, "a new generator every round, as in Algorithm 1"] = False
+    gen_adversarial: Annotated[bool, "the generator also seeks samples on which teacher and student differ"] = False
+    ie_normalised: Annotated[bool, "information entropy divided by log C and shifted into 0..1"] = True
+    activation_mean: Annotated[bool, "mean of the absolute features instead of their sum"] = True
+
+    def check(self, task: Task) -> None:
+        check_image_shape(task.dataset.shape)
+
+    # --- server -------------------------------------------------------------------------------------------------
+
+    def wire(self, task: Task) -> Wire:
+        plain = super().wire(task)
+        return Wire(plain.down | {"teacher": plain.down["model"]}, plain.up) if self.t1 else plain
+
+    def start(self, server: Server) -> None:
+        if self.t1:
+            cache = LatestMean.start(server.store, server.model, server.sizes, self.cache_init)
+            server.state |= {"cache": cache.state(), "oca": server.model}
+
+    def downlink(self, server: Server) -> Message:
+        down = super().downlink(server)  # the ACA model, w^S
+        return down | {"teacher": server.state["oca"]} if self.t1 else down  # and the OCA model, w^T
+
+    def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        if not self.t1:
+            return super().aggregate(server, uplinks)
+        cache = LatestMean.restore(server.store, server.state["cache"])
+
+        def cached() -> Iterator[Uplink]:
+            for up in uplinks:
+                cache.replace(up.client, server.round, up["model"], up.samples)
+                yield up
+
+        super().aggregate(server, cached())
+        server.state |= {"cache": cache.state(), "oca": cache.mean(server.model.dtype)}
+        return None
+
+    def models(self, server: Server) -> dict[str, Tensor]:
+        if not self.t1:
+            return {"model": server.model}
+        return {"OCA": server.state["oca"], "ACA": server.model}
+
+    # --- client -------------------------------------------------------------------------------------------------
+
+    def objective(self, client: Client) -> Objective:
+        if client.round == 1 or self.gamma == 0:  # an untrained teacher has nothing to teach
+            return Objective()
+        task = client.task
+        teacher = classifier(load_for_evaluation(task, client.down.get("teacher", client.down["model"]), "teacher"))
+        generator = self.generator(task)
+        adam = torch.optim.Adam(generator.params, lr=self.beta, fused=True)
+        if not self.reset_generator and "generator" in client.state:
+            generator.load(client.state["generator"])
+            restore_optimizer(adam, client.state["optimizer"])
+        else:
+            generator.load(self.initial_generator(task))
+        generator.module.train()
+        noise = client.rng("noise")
+        pictures: Tensor  # of this step, with the graph to the generator
+        taught: Outputs  # what the teacher says of them
+
+        def make(z: Tensor) -> Tensor:
+            return normalise(task, generator.module(z))
+
+        def generator_step(pictures: Tensor, taught: Outputs) -> None:
+            loss = self.generator_loss(taught)
+            if self.gen_adversarial:
+                loss = loss - self.gamma * kl(taught.logits, client.net(pictures))
+            for p, grad in zip(generator.params, torch.autograd.grad(loss, generator.params), strict=True):
+                p.grad = grad
+            adam.step()
+
+        def inputs(batch: Batch) -> Tensor:
+            nonlocal pictures, taught
+            z = torch.randn(len(batch.y), self.z_dim, generator=noise)
+            pictures = make(z)
+            taught = outputs(teacher, pictures)
+            if self.gen_first:
+                generator_step(pictures, taught)
+                with torch.no_grad():  # the student sees the same noise through the updated generator
+                    pictures = make(z)
+                    taught = outputs(teacher, pictures)
+            return pictures.detach()
+
+        def term(batch: Batch, out: Outputs) -> Tensor:  # Eq. 5, in Eq. 7
+            assert out.extra is not None
+            return self.gamma * kl(taught.logits.detach(), out.extra.logits)
+
+        def after(batch: Batch) -> None:
+            generator_step(pictures, taught)
+
+        def done() -> None:
+            client.state["generator"], client.state["optimizer"] = generator.read(), optimizer_state(adam)
+
+        return Objective(term=term, inputs=inputs, after=None if self.gen_first else after, done=done)
+
+    def generator_loss(self, taught: Outputs) -> Tensor:
+        """L_IE + lambda1 L_CE + lambda2 L_A, from what the teacher says of generated samples: Eq. 1 to 4."""
+        logits, features = taught.logits, taught.features
+        mean = logits.softmax(1).mean(0).clamp(min=1e-12)
+        l_ie = (mean * mean.log()).sum()
+        if self.ie_normalised:
+            l_ie = 1 + l_ie / math.log(logits.shape[1])
+        l_ce = F.cross_entropy(logits, logits.argmax(1))
+        l_a = -features.abs().mean() if self.activation_mean else -features.abs().sum(1).mean()
+        return l_ie + self.lambda1 * l_ce + self.lambda2 * l_a
+
+    def generator(self, task: Task) -> FlatNet:
+        """This process's generator network, to load a client's weights into."""
+        role = f"generator {self.z_dim} {self.width}"
+        return task.nets.get(
+            role,
+            lambda: task.seeded(
+                "generator", lambda: FlatNet(ImageGenerator(task.dataset.shape, self.z_dim, self.width))
+            ),
+        )
+
+    def initial_generator(self, task: Task) -> Tensor:
+        """The weights that every client's generator starts from."""
+        shape = task.dataset.shape
+        return task.seeded("generator", lambda: FlatNet(ImageGenerator(shape, self.z_dim, self.width))).read()
+
+    def pictures(self, task: Task, state: dict[str, Any], count: int) -> Tensor | None:
+        if "generator" not in state:
+            return None
+        generator = self.generator(task)
+        generator.load(state["generator"])
+        generator.module.train()
+        z = torch.randn(max(2, count), self.z_dim, generator=torch.Generator().manual_seed(task.seed))
+        with torch.no_grad():
+            made: Tensor = generator.module(z)
+        return made[:count]
+
+
+def normalise(task: Task, images: Tensor) -> Tensor:
+    """Images in 0..1 as the networks see the data: minus mean, over deviation."""
+    if not task.dataset.mean:
+        return images
+    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (task.dataset.mean, task.dataset.std))
+    return (images - mean) / std

@@ -1,0 +1,57 @@
+"""A modifier changes one answer of any method and leaves the others to it: `fedprox+t1`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fedstill.core.tree import Message
+from fedstill.methods.base import Method, Server, Uplink, Wire
+from fedstill.methods.fedavg import FedAvg
+from fedstill.models.base import Classifier
+from fedstill.train.client import Client
+from fedstill.train.loop import Objective
+from fedstill.train.task import Task
+
+
+@dataclass(frozen=True)
+class Modifier(Method):
+    """Passes every question on to the method it modifies."""
+
+    inner: Method = field(default_factory=FedAvg, kw_only=True)
+
+    def check(self, task: Task) -> None:
+        self.inner.check(task)
+
+    def network(self, net: Classifier) -> Classifier:
+        return self.inner.network(net)
+
+    def wire(self, task: Task) -> Wire:
+        return self.inner.wire(task)
+
+    def start(self, server: Server) -> None:
+        self.inner.start(server)
+
+    def downlink(self, server: Server) -> Message:
+        return self.inner.downlink(server)
+
+    def objective(self, client: Client) -> Objective:
+        return self.inner.objective(client)
+
+    def uplink(self, client: Client) -> Message:
+        return self.inner.uplink(client)
+
+    def local(self, client: Client) -> Message:
+        return self.inner.local(client)
+
+    def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        self.inner.aggregate(server, uplinks)
+
+    def models(self, server: Server) -> dict[str, Tensor]:
+        return self.inner.models(server)
+
+    def pictures(self, task: Task, state: dict[str, Any], count: int) -> Tensor | None:
+        return self.inner.pictures(task, state, count)

@@ -1,0 +1,52 @@
+"""T1, FedKF's active-inactive model aggregation, for any method: Zhou et al., 2022, Sec. 4.1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from torch import Tensor
+
+from fedstill.aggregate.latest import CacheInit, LatestMean
+from fedstill.core.errors import SettingError
+from fedstill.methods.base import Server, Uplink
+from fedstill.methods.modifier import Modifier
+from fedstill.train.task import Task
+
+_STATE = "t1"
+
+
+@dataclass(frozen=True)
+class T1(Modifier):
+    """Evaluate and return the mean of every client's latest model; training is the method's own, unchanged."""
+
+    name: ClassVar[str] = "t1"
+    paper: ClassVar[str] = "Zhou et al. 2022"
+
+    cache_init: Annotated[CacheInit, "clients never active: left out (seen), or with the initial weights (w0)"] = "seen"
+
+    def check(self, task: Task) -> None:
+        if "model" not in self.inner.wire(task).up:
+            raise SettingError("t1 averages the clients' models, and with this method they do not send any")
+        super().check(task)
+
+    def start(self, server: Server) -> None:
+        server.state[_STATE] = LatestMean.start(server.store, server.model, server.sizes, self.cache_init).state()
+        super().start(server)
+
+    def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        latest = LatestMean.restore(server.store, server.state[_STATE])
+
+        def remembered() -> Iterator[Uplink]:
+            for up in uplinks:
+                latest.replace(up.client, server.round, up["model"], up.samples)
+                yield up
+
+        super().aggregate(server, remembered())
+        server.state[_STATE] = latest.state()
+
+    def models(self, server: Server) -> dict[str, Tensor]:
+        latest = LatestMean.restore(server.store, server.state[_STATE])
+        plain = super().models(server)
+        return {"with T1": latest.mean(server.model.dtype), "without T1": plain.pop("model"), **plain}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import engine
+from benchmarks import engine, methods
 
 console = Console()
 
@@ -17,6 +17,13 @@ def main() -> None:
     for work, rounds, goal in ((engine.SMALL_CLIENTS, 15, 0.80), (engine.LARGE_CLIENTS, 3, 0.92)):
         bare, ours = engine.against_bare_loop(work, rounds=rounds, repeats=5)
         table.add_row(work.name, f"{bare:,.0f}", f"{ours:,.0f}", f"{ours / bare:.2f}", f"{goal:.2f}")
+    console.print(table)
+
+    table = Table(title=f"Cost of a round over FedAvg's: {methods.WORK.name}", caption="best of 3 medians")
+    for column in ("method", "ratio", "at most"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for method, ratio, limit in methods.round_costs():
+        table.add_row(method, f"{ratio:.2f}", "" if limit is None else f"{limit:.2f}")
     console.print(table)
 
 

@@ -24,6 +24,7 @@ from fedstill.methods import registry
 from fedstill.methods.base import Part
 from fedstill.report.bubbles import bubbles, table
 from fedstill.report.curves import curves
+from fedstill.report.gallery import gallery
 
 console = Console()
 Flags = Mapping[str, Any]
@@ -96,6 +97,28 @@ def show(directories: list[Path], plot: Path | None) -> None:
     if plot:
         curves(records, plot)
         _say(f"curves: {plot}")
+
+
+def samples(directory: Path, clients: list[int], count: int, out: Path) -> None:
+    _check_picture(out, "--out")
+    run_directory = RunDirectory.open(directory, lock=False)
+    setup = prepare(run_directory.config())
+    made = {}
+    for client in clients or range(setup.federation.clients):
+        state = run_directory.client_store.latest(client)
+        images = setup.method.pictures(setup.task, state, count) if state else None
+        if images is not None:
+            made[f"client {setup.federation.client_names[client]}"] = images
+        elif clients:
+            raise SettingError(
+                f"client {client} has no generator in {directory}: it was not active, or the method has none"
+            )
+        if not clients and len(made) == 4:
+            break
+    if not made:
+        raise SettingError(f"no client has a generator in {directory}; methods with one are: fedkf")
+    gallery(made, out, title=f"{setup.config.method} on {setup.config.data}")
+    _say(f"picture: {out}")
 
 
 def methods(name: str | None, flags: Flags) -> None:

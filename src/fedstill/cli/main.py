@@ -177,6 +177,17 @@ def show(
 
 
 @app.command(rich_help_panel="Look")
+def samples(
+    directory: Annotated[Path, typer.Argument(help="The directory of a run whose clients have generators.")],
+    client: Annotated[list[int] | None, typer.Option(help="Which client; can be repeated. [the first four]")] = None,
+    count: Annotated[int, typer.Option(help="Images of each.", min=1)] = 32,
+    out: Annotated[Path, typer.Option(help="The picture: PNG, SVG or PDF.")] = Path("samples.png"),
+) -> None:
+    """Draw what clients' generators make, for example after 'fedstill run fedkf'."""
+    _commands().samples(directory, client or [], count, out)
+
+
+@app.command(rich_help_panel="Look")
 def methods(
     method: Annotated[str | None, typer.Argument(help="Show this one's settings.")] = None,
     data: Data = None,

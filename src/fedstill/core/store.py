@@ -36,6 +36,10 @@ class Store:
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
 
+    def latest(self, client: int) -> Tree | None:
+        """The newest state there is, or None."""
+        return self.read(client, before=max(self._rounds(client), default=0) + 1)
+
     def write(self, client: int, round_: int, state: Tree) -> None:
         """Keep the state that `round_` gives this client."""
         path = self._path(client, round_)

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import SMALL
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fedstill.cli import commands
 from fedstill.cli.main import main
 from fedstill.cli.progress import Display
 from fedstill.experiment.rundir import Record
@@ -39,7 +41,7 @@ def fedstill(*words: object, columns: int = 200) -> Answer:
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", ["fedstill", *map(str, words)])
-        patch.setenv("COLUMNS", str(columns))
+        patch.setattr(commands, "console", Console(width=columns))
         try:
             main()
         except SystemExit as end:

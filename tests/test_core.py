@@ -378,7 +378,7 @@ def test_rollback_forgets_the_rounds_after(tmp_path: Path) -> None:
         assert store.read(client, before=10**9) == {"written": 3}
 
 
-@few
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.sets(st.integers(0, 3)), min_size=1, max_size=8), st.integers(1, 3))
 def test_pruning_keeps_what_the_last_two_checkpoints_need(cohorts: list[set[int]], every: int) -> None:
     """Whatever rounds clients were active in, going back to either checkpoint finds the state of that moment."""

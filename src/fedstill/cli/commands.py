@@ -18,7 +18,7 @@ from fedstill.core.files import read_json
 from fedstill.data.dataset import Dataset
 from fedstill.experiment import api
 from fedstill.experiment.config import Config, is_config_file, parse_assignments, read_toml, resolve
-from fedstill.experiment.rundir import Record, RunDirectory
+from fedstill.experiment.rundir import Record, RunDirectory, check_place
 from fedstill.experiment.setup import divide, load_data, prepare
 from fedstill.methods import registry
 from fedstill.methods.base import Part
@@ -53,8 +53,7 @@ def compare(methods: list[str], flags: Flags, assignments: list[str], *, out: Pa
     folder = out or Path("runs") / ("compare-" + run_name(first).removeprefix(f"{_slug(first.method)}-"))
     paths = {m: folder / _slug(m) for m in methods}
     for path in paths.values():
-        if path.exists() and not force:
-            raise SettingError(f"{path} exists; choose another --out, or replace it with --force")
+        check_place(path, force=force)
     dataset = load_data(first)
     results = {}
     for method, config in configs.items():
@@ -130,13 +129,15 @@ def methods(name: str | None, flags: Flags) -> None:
     for each in chosen:
         config = _config(each, flags, [])
         dataset = dataset or load_data(config)
-        setup = prepare(config.model_copy(update={"clients": 1, "partition": "iid", "pool": 0.1}), data=dataset)
+        example = {"clients": 1, "partition": "iid", "pool": 0.1, "proxy": "pool"}  # so that no method lacks anything
+        setup = prepare(config.model_copy(update=example), data=dataset)
         wire, cls = setup.method.wire(setup.task), type(setup.method)
+        asked = setup.method.needs()
         needs = [
-            *(["proxy data"] if cls.needs_proxy_data else []),
-            *(["labels on the server"] if cls.needs_server_labels else []),
-            *(["a changed model"] if cls.changes_model else []),
-            *([cls.extra_information] if cls.extra_information else []),
+            *(["proxy data"] if asked.proxy_data else []),
+            *(["labels on the server"] if asked.server_labels else []),
+            *(["a changed model"] if asked.changed_model else []),
+            *asked.extra_information,
         ]
         overview.add_row(
             each,

@@ -12,9 +12,11 @@ class Halted(FedstillError):
 
     def __init__(self, reason: BaseException, path: Path) -> None:
         stopped = isinstance(reason, KeyboardInterrupt)
-        foreign = not isinstance(reason, FedstillError | OSError | KeyboardInterrupt)
         text = "stopped" if stopped else one_line(reason)
-        super().__init__(f"{text} (the traceback is in {path / 'log.txt'})" if foreign else text)
+        ours = isinstance(reason, FedstillError | OSError | KeyboardInterrupt)
+        if not ours or "\n" in str(reason):
+            text += f" (the traceback is in {path / 'log.txt'})"
+        super().__init__(text)
         self.hint = f"what is done is kept; continue with: fedstill resume {path}"
         self.code = 130 if stopped else 2
 

@@ -70,6 +70,8 @@ def _module(path: Path, changed_ns: int) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # what stands beside the file can be imported, as by a script
     sys.modules[name] = module  # dataclasses and type hints look their module up
     spec.loader.exec_module(module)
     return module

@@ -89,6 +89,8 @@ def nbytes(tree: Tree) -> int:
 def first_not_finite(message: Message) -> str | None:
     """Name of a part that holds NaN or infinity, if any."""
     for name, tensor in message.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
+        number = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        # The sum is the quick test: it is finite unless a part is not, or it overflows.
+        if number and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
             return name
     return None

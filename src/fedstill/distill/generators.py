@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fedstill.core.errors import SettingError
 
@@ -49,3 +51,121 @@ def check_image_shape(shape: Sequence[int]) -> tuple[int, int, int]:
         raise SettingError(f"a generator of images needs data of shape (channels, height, width), got {tuple(shape)}")
     channels, height, width = shape
     return channels, height, width
+
+
+class TransposedGenerator(nn.Module):
+    """DaFKD's generator for images whose sides are multiples of 16: transposed convolutions, values in (0, 1)."""
+
+    def __init__(self, shape: Sequence[int], z_dim: int = 100) -> None:
+        super().__init__()
+        channels, height, width = check_image_shape(shape)
+        self.z_dim = z_dim
+
+        def grow(inputs: int, outputs: int, kernel: tuple[int, int] = (4, 4), stride: int = 2) -> list[nn.Module]:
+            padding = 1 if stride == 2 else 0
+            conv = nn.ConvTranspose2d(inputs, outputs, kernel, stride, padding, bias=False)
+            return [conv, nn.BatchNorm2d(outputs), nn.ReLU()]
+
+        self.stages = nn.Sequential(
+            *grow(z_dim, 256, (height // 8, width // 8), stride=1),
+            *grow(256, 128),
+            *grow(128, 64),
+            nn.ConvTranspose2d(64, channels, 4, 2, 1, bias=False),
+            nn.Tanh(),
+        )
+
+    def forward(self, z: Tensor) -> Tensor:
+        images: Tensor = (self.stages(z.view(len(z), -1, 1, 1)) + 1) / 2
+        return images
+
+
+class ShrinkingGenerator(nn.Module):
+    """DaFKD's generator for other sizes, such as 28x28: an image of twice the size, convolved and halved."""
+
+    def __init__(self, shape: Sequence[int], z_dim: int = 100) -> None:
+        super().__init__()
+        channels, height, width = check_image_shape(shape)
+        self.z_dim = z_dim
+        self.start = (2 * height, 2 * width)
+        self.fc = nn.Linear(z_dim, self.start[0] * self.start[1])
+        self.stages = nn.Sequential(
+            nn.BatchNorm2d(1),
+            nn.ReLU(),
+            nn.Conv2d(1, 50, 3, padding=1),
+            nn.BatchNorm2d(50),
+            nn.ReLU(),
+            nn.Conv2d(50, 25, 3, padding=1),
+            nn.BatchNorm2d(25),
+            nn.ReLU(),
+            nn.Conv2d(25, channels, 2, stride=2),
+            nn.Tanh(),
+        )
+
+    def forward(self, z: Tensor) -> Tensor:
+        images: Tensor = (self.stages(self.fc(z).view(len(z), 1, *self.start)) + 1) / 2
+        return images
+
+
+class ConditionalGenerator(nn.Module):
+    """Noise and a label to an image, as in FedFTG, standardised like the data."""
+
+    def __init__(self, shape: Sequence[int], classes: int, z_dim: int = 100) -> None:
+        super().__init__()
+        channels, height, width = check_image_shape(shape)
+        self.z_dim, self.classes = z_dim, classes
+        self.start = (-(-height // 4), -(-width // 4))
+        cells = self.start[0] * self.start[1]
+        self.from_noise = nn.Linear(z_dim, 64 * cells)
+        self.from_label = nn.Linear(classes, 64 * cells)
+        self.stages = nn.Sequential(
+            nn.BatchNorm2d(128),
+            nn.Upsample(scale_factor=2),
+            nn.Conv2d(128, 128, 3, padding=1),
+            nn.BatchNorm2d(128),
+            nn.LeakyReLU(0.2),
+            nn.Upsample(size=(height, width)),
+            nn.Conv2d(128, 64, 3, padding=1),
+            nn.BatchNorm2d(64),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(64, channels, 3, padding=1),
+            nn.Tanh(),
+            nn.BatchNorm2d(channels, affine=False),
+        )
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        """Images as networks see the data: mean 0 and deviation 1 over the batch."""
+        parts = [self.from_noise(z), self.from_label(F.one_hot(y, self.classes).to(z.dtype))]
+        grown = torch.cat([part.view(len(z), 64, *self.start) for part in parts], dim=1)
+        images: Tensor = self.stages(grown)
+        return images
+
+
+class FeatureGenerator(nn.Module):
+    """FedGen's generator: noise and a label to penultimate features."""
+
+    def __init__(self, classes: int, feature_dim: int, hidden: int = 256, z_dim: int = 32) -> None:
+        super().__init__()
+        self.classes, self.z_dim = classes, z_dim
+        self.stages = nn.Sequential(
+            nn.Linear(z_dim + classes, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, feature_dim)
+        )
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        features: Tensor = self.stages(torch.cat([z, F.one_hot(y, self.classes).to(z.dtype)], dim=1))
+        return features
+
+
+def to_inputs(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Images in 0..1 as networks see the data: minus mean, over deviation; as they are if the data are."""
+    if not mean:
+        return images
+    centre, scale = (torch.tensor(v).view(-1, 1, 1) for v in (mean, std))
+    return (images - centre) / scale
+
+
+def to_images(inputs: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """What `to_inputs` was given, cut to 0..1."""
+    if not mean:
+        return inputs.clamp(0, 1)
+    centre, scale = (torch.tensor(v).view(-1, 1, 1) for v in (mean, std))
+    return (inputs * scale + centre).clamp(0, 1)

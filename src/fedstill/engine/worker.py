@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.store import Store
-from fedstill.core.tree import Message, Tree
+from fedstill.core.tree import Message, Tree, first_not_finite
 from fedstill.data.federation import Federation
 from fedstill.methods.base import Method
 from fedstill.train.client import Client
@@ -66,7 +66,8 @@ class Worker:
             read_state=lambda: self.store.read(request.client, before=request.round) or {},
         )
         message = self.method.local(client)
-        if client.touched_state:
+        diverged = isinstance(message, dict) and first_not_finite(message)
+        if client.touched_state and not diverged:  # a client that diverged keeps what it had
             self.store.write(request.client, request.round, client.touched_state)
         metrics = {"train_loss": client.trained.loss} if client.trained else {}
         if request.measure:

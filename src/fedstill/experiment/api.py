@@ -81,18 +81,29 @@ def resume(
 ) -> Result:
     """Continue a run where it stopped, or with more `rounds` after it ended. Objects must be given again."""
     directory = RunDirectory.open(Path(path))
-    config = directory.config(custom_method=method is not None)
-    for name, given in (("method", method), ("data", data), ("model", model)):
-        if is_object(getattr(config, name)) and given is None:
-            raise SettingError(f"{path} was run with a {name} of your own, {getattr(config, name)}; give it again")
+    try:
+        config = _continued(directory, rounds, {"method": method, "data": data, "model": model})
+        setup = prepare(config, data=data, model=model, method=method)
+    except BaseException:
+        directory.release()
+        raise
+    return _execute(setup, directory, listener)
+
+
+def _continued(directory: RunDirectory, rounds: int | None, given: dict[str, object]) -> Config:
+    """The settings of a run that goes on, to another number of rounds if one is given."""
+    config = directory.config(custom_method=given["method"] is not None)
+    for name, value in given.items():
+        named = getattr(config, name)
+        if is_object(named) and value is None:
+            raise SettingError(f"{directory.path} was run with a {name} of your own, {named}; give it again")
     if rounds is not None and rounds != config.rounds:
         last = max((r["round"] for r in directory.records()), default=0)
-        if rounds < last:
-            raise SettingError(f"rounds = {rounds}: {path} has {last} already")
+        if rounds < max(1, last):
+            raise SettingError(f"rounds = {rounds}: {directory.path} has {last} already; at least 1 is needed")
         config = config.model_copy(update={"rounds": rounds})
         directory.write_config(config)
-    setup = prepare(config, data=data, model=model, method=method)
-    return _execute(setup, directory, listener)
+    return config
 
 
 def _execute(setup: Setup, directory: RunDirectory, listener: Listener | None) -> Result:

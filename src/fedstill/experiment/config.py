@@ -30,6 +30,8 @@ class Config(BaseModel):
     fraction: float = Field(1.0, gt=0, le=1, description="share of the training data used, of each class")
     imbalance_factor: float = Field(1.0, ge=1, description="long tail: largest class over smallest; 1: as it is")
     pool: float = Field(0.0, ge=0, description="samples the server holds: a count, or a share if below 1")
+    proxy: str = Field("", description='unlabelled data for methods that need them: a dataset, or "pool"')
+    proxy_size: int = Field(1000, ge=1, description="proxy samples, balanced over the classes of their own dataset")
     partition: str = Field("dirichlet", description="how the data are divided among clients")
     clients: int = Field(20, ge=0, description="number of clients; 0: as many as the data name (natural)")
     alpha: float = Field(0.1, gt=0, description="Dirichlet concentration; smaller is more heterogeneous")

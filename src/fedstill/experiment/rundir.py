@@ -50,18 +50,15 @@ class RunDirectory:
     @classmethod
     def create(cls, path: Path, config: Config, *, force: bool = False) -> RunDirectory:
         """A new run directory; one that is there already is replaced only by `force`."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            if not force:
-                raise SettingError(
-                    f"{path} exists; continue it with 'fedstill resume {path}', choose another --out, "
-                    "or replace it with --force"
-                )
-            if not _was_run(path):
-                raise SettingError(f"{path} is not a run directory; --force will not delete it")
+        check_place(path, force=force)
         run = cls(path)
         run._take_lock()
-        run._clear()
-        run.write_config(config)
+        try:
+            run._clear()
+            run.write_config(config)
+        except BaseException:
+            run.release()
+            raise
         return run
 
     @classmethod
@@ -189,6 +186,26 @@ class RunDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def check_place(path: Path, *, force: bool) -> None:
+    """Refuse a place for a run that would cost something else its own."""
+    if _is_free(path):
+        return
+    if not force:
+        raise SettingError(
+            f"{path} exists; continue it with 'fedstill resume {path}', choose another --out, "
+            "or replace it with --force"
+        )
+    if not _was_run(path):
+        raise SettingError(f"{path} is not a run directory; --force will not delete it")
+
+
+def _is_free(path: Path) -> bool:
+    """Whether a run may begin here: there is no file yet, but perhaps the lock of one that could not."""
+    if not path.is_dir():
+        return not path.exists()
+    return not any(p.is_file() and p != path / _LOCK for p in path.rglob("*"))
 
 
 def _was_run(path: Path) -> bool:

@@ -121,6 +121,7 @@ class Run:
         cohort = draw_cohort(self.setup.federation, config.participation, config.seed, round_)
         due = round_ == config.rounds or (config.eval_every > 0 and round_ % config.eval_every == 0)
         self.listener.round_started(round_, len(cohort))
+        method.begin(server)
         down = method.downlink(server)
         uplinks = Checked(
             cohort,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedstill.core import custom
 from fedstill.core.errors import FedstillError, SettingError
@@ -17,6 +17,7 @@ from fedstill.data import augment
 from fedstill.data import load as load_dataset
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation, federate
+from fedstill.data.proxy import balanced, check_stands_in, match_channels
 from fedstill.experiment.config import Config, is_object
 from fedstill.methods import registry
 from fedstill.methods.base import Method
@@ -61,10 +62,11 @@ def prepare(
         augment=augment.parse(config.augment),
         buffers=config.buffers,
         seed=config.seed,
+        proxy=proxy_samples(config, federation),
     )
     _check_fit(task, config)
     method.check(task)
-    if method.needs_server_labels and not len(federation.pool_index):
+    if method.needs().server_labels and not len(federation.pool_index):
         raise SettingError(f"{config.method} needs labelled samples on the server: set pool, for example pool=0.1")
     return Setup(config, task, federation, method)
 
@@ -106,6 +108,27 @@ def divide(config: Config, dataset: Dataset) -> Federation:
         local_test=config.local_test,
         **settings,
     )
+
+
+def proxy_samples(config: Config, federation: Federation) -> Samples | None:
+    """The unlabelled samples that the configuration names: of the server's pool, or of another dataset."""
+    dataset = federation.dataset
+    if not config.proxy:
+        return None
+    if config.proxy == "pool":
+        if not len(federation.pool_index):
+            raise SettingError("proxy = 'pool': the server has no pool; set pool, for example pool=0.1")
+        index = torch.from_numpy(federation.pool_index)
+        return Samples(dataset.train.x, torch.zeros_like(dataset.train.y), index, dataset.normalise)
+    size = dataset.shape[-1] if len(dataset.shape) == 3 else 0
+    other = load_dataset(config.proxy, config.data_dir or None, size)
+    check_stands_in(other, dataset)
+    index = balanced(other.train.y, config.proxy_size, config.seed)
+
+    def prepare(x: Tensor) -> Tensor:
+        return dataset.normalise(match_channels(x, dataset.shape[0]) if x.dim() == 4 else x)
+
+    return Samples(other.train.x, torch.zeros_like(other.train.y), index, prepare)
 
 
 def local_training(config: Config, federation: Federation) -> LocalTraining:

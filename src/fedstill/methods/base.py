@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
@@ -47,6 +47,24 @@ class Wire:
 
     down: dict[str, Part]
     up: dict[str, Part]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a method asks for beyond FedAvg."""
+
+    proxy_data: bool
+    server_labels: bool
+    changed_model: bool
+    extra_information: tuple[str, ...]  # what clients reveal beyond weights, in words
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(
+            self.proxy_data or other.proxy_data,
+            self.server_labels or other.server_labels,
+            self.changed_model or other.changed_model,
+            (*self.extra_information, *other.extra_information),
+        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +111,16 @@ class Method:
     needs_server_labels: ClassVar[bool] = False  # samples with labels on the server: the setting `pool`
     changes_model: ClassVar[bool] = False
     extra_information: ClassVar[str] = ""  # what clients reveal beyond weights, in words
-    global_model: ClassVar[bool] = True  # False: clients keep models of their own, the server has none
+
+    def needs(self) -> Needs:
+        """What this method, with these settings, asks for."""
+        extra = (self.extra_information,) if self.extra_information else ()
+        return Needs(self.needs_proxy_data, self.needs_server_labels, self.changes_model, extra)
+
+    @property
+    def global_model(self) -> bool:
+        """Whether the server has a model; if not, clients keep models of their own."""
+        return True
 
     def check(self, task: Task) -> None:
         """Refuse, with a SettingError, a task that the method cannot do."""
@@ -109,6 +136,9 @@ class Method:
     def start(self, server: Server) -> None:
         """Set up `server.state` before the first round."""
 
+    def begin(self, server: Server) -> None:
+        """Note, at the start of a round, what became of `server.model` in the one before."""
+
     def downlink(self, server: Server) -> Message:
         """1. What the server sends to every client of the round."""
         raise NotImplementedError
@@ -121,9 +151,14 @@ class Method:
         """3. What a client sends back, after training."""
         raise NotImplementedError
 
+    def receive(self, client: Client) -> None:
+        """Give `client.net` the weights to start from: those that were sent."""
+        client.receive()
+
+    @final
     def local(self, client: Client) -> Message:
         """A client's whole round."""
-        client.receive()
+        self.receive(client)
         client.fit(self.objective(client))
         return self.uplink(client)
 

@@ -95,7 +95,10 @@ class FedDistill(FedDistillPlus):
 
     name: ClassVar[str] = "feddistill"
     paper: ClassVar[str] = "Jeong et al. 2018"
-    global_model: ClassVar[bool] = False
+
+    @property
+    def global_model(self) -> bool:
+        return False
 
     def wire(self, task: Task) -> Wire:
         both = super().wire(task)
@@ -104,13 +107,11 @@ class FedDistill(FedDistillPlus):
     def downlink(self, server: Server) -> Message:
         return _without_model(super().downlink(server))
 
-    def local(self, client: Client) -> Message:
+    def receive(self, client: Client) -> None:
         client.flat.load(client.state.get("model", client.task.initial))
-        client.fit(self.objective(client))
-        client.state["model"] = client.flat.read()
-        return self.uplink(client)
 
     def uplink(self, client: Client) -> Message:
+        client.state["model"] = client.flat.read()
         return _without_model(super().uplink(client))
 
     def average(self, server: Server, uplinks: Iterator[Uplink]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedstill.aggregate.mean import weighted_mean
 from fedstill.core.tree import Message
-from fedstill.methods.base import Server, Uplink, Wire
+from fedstill.methods.base import Server, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.train.client import Client
 from fedstill.train.loop import Objective
@@ -49,6 +49,10 @@ class FedGKD(FedAvg):
     def start(self, server: Server) -> None:
         server.state["history"] = []  # trained models only: the initial weights have nothing to teach
 
+    def begin(self, server: Server) -> None:
+        if server.round > 1:
+            server.state["history"] = [*server.state["history"], server.model][-self.buffer :]
+
     def downlink(self, server: Server) -> Message:
         down = super().downlink(server)
         if self.buffer > 1:
@@ -62,7 +66,3 @@ class FedGKD(FedAvg):
         taught = client.teacher(client.down.get("teacher", client.down["model"]))
         distance = REGULARISERS[self.regulariser]
         return Objective(term=lambda batch, out: self.gamma / 2 * distance(taught(batch).logits, out.logits))  # Eq. 4
-
-    def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
-        super().aggregate(server, uplinks)
-        server.state["history"] = [*server.state["history"], server.model][-self.buffer :]

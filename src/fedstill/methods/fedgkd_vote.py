@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
@@ -11,7 +10,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from fedstill.core.tree import Message
-from fedstill.methods.base import Part, Server, Uplink, Wire
+from fedstill.methods.base import Part, Server, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fedgkd import REGULARISERS, Regulariser
 from fedstill.train.client import Client
@@ -42,6 +41,15 @@ class FedGKDVote(FedAvg):
     def start(self, server: Server) -> None:
         server.state |= {"history": [], "losses": []}  # oldest first
 
+    def begin(self, server: Server) -> None:
+        if server.round == 1:
+            return
+        assert server.pool is not None
+        # A model's validation loss never changes: it is measured once, when the model joins the buffer.
+        loss = mean_loss(server.task, server.model, server.pool)
+        server.state["history"] = [*server.state["history"], server.model][-self.buffer :]
+        server.state["losses"] = [*server.state["losses"], loss][-self.buffer :]
+
     def downlink(self, server: Server) -> Message:
         newest_first = server.state["history"][::-1]
         votes = torch.zeros(self.buffer)
@@ -69,14 +77,6 @@ class FedGKDVote(FedAvg):
             return torch.stack([vote * distance(taught(batch).logits, out.logits) for vote, taught in teachers]).sum()
 
         return Objective(term=term)
-
-    def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
-        super().aggregate(server, uplinks)
-        assert server.pool is not None
-        # A model's validation loss never changes: it is measured once, when the model is made.
-        loss = mean_loss(server.task, server.model, server.pool)
-        server.state["history"] = [*server.state["history"], server.model][-self.buffer :]
-        server.state["losses"] = [*server.state["losses"], loss][-self.buffer :]
 
 
 def _older(m: int) -> str:

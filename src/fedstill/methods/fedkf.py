@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fedstill.aggregate.latest import CacheInit, LatestMean
 from fedstill.core.tree import Message
 from fedstill.core.weights import FlatNet
-from fedstill.distill.generators import ImageGenerator, check_image_shape
+from fedstill.distill.generators import ImageGenerator, check_image_shape, to_inputs
 from fedstill.methods.base import Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.train.client import Client
@@ -103,7 +103,7 @@ class FedKF(FedAvg):
         taught: Outputs  # what the teacher says of them
 
         def make(z: Tensor) -> Tensor:
-            return normalise(task, generator.module(z))
+            return to_inputs(generator.module(z), task.dataset.mean, task.dataset.std)
 
         def generator_step(pictures: Tensor, taught: Outputs) -> None:
             loss = self.generator_loss(taught)
@@ -173,11 +173,3 @@ class FedKF(FedAvg):
         with torch.no_grad():
             made: Tensor = generator.module(z)
         return made[:count]
-
-
-def normalise(task: Task, images: Tensor) -> Tensor:
-    """Images in 0..1 as the networks see the data: minus mean, over deviation."""
-    if not task.dataset.mean:
-        return images
-    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (task.dataset.mean, task.dataset.std))
-    return (images - mean) / std

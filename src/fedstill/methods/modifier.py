@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fedstill.core.tree import Message
-from fedstill.methods.base import Method, Server, Uplink, Wire
+from fedstill.methods.base import Method, Needs, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.base import Classifier
 from fedstill.train.client import Client
@@ -23,6 +23,13 @@ class Modifier(Method):
 
     inner: Method = field(default_factory=FedAvg, kw_only=True)
 
+    def needs(self) -> Needs:
+        return self.inner.needs() | super().needs()
+
+    @property
+    def global_model(self) -> bool:
+        return self.inner.global_model
+
     def check(self, task: Task) -> None:
         self.inner.check(task)
 
@@ -35,6 +42,9 @@ class Modifier(Method):
     def start(self, server: Server) -> None:
         self.inner.start(server)
 
+    def begin(self, server: Server) -> None:
+        self.inner.begin(server)
+
     def downlink(self, server: Server) -> Message:
         return self.inner.downlink(server)
 
@@ -44,8 +54,8 @@ class Modifier(Method):
     def uplink(self, client: Client) -> Message:
         return self.inner.uplink(client)
 
-    def local(self, client: Client) -> Message:
-        return self.inner.local(client)
+    def receive(self, client: Client) -> None:
+        self.inner.receive(client)
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         self.inner.aggregate(server, uplinks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections import Counter
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -28,6 +29,14 @@ _METHODS = {
     "scaffold": "scaffold:SCAFFOLD",
     "fednova": "fednova:FedNova",
     "feddyn": "feddyn:FedDyn",
+    "feddf": "feddf:FedDF",
+    "dafkd": "dafkd:DaFKD",
+    "fedhyb": "fedhyb:FedHyb",
+    "fedgen": "fedgen:FedGen",
+    "fedftg": "fedftg:FedFTG",
+    "fedbe": "fedbe:FedBE",
+    "fedmd": "fedmd:FedMD",
+    "fedhkd": "fedhkd:FedHKD",
 }
 _MODIFIERS = {"t1": "t1:T1"}
 
@@ -43,9 +52,9 @@ def modifiers() -> list[str]:
 
 
 def find(name: str) -> list[type[Method]]:
-    """The classes that a name stands for: a method, by its id or as `file.py:Class`, and its modifiers."""
-    first, *others = [name] if custom.is_reference(name) and "+" not in name.rpartition(":")[2] else _split(name)
-    return [_method(first), *(_import(_MODIFIERS, "modifier", other) for other in others)]
+    """The classes that a name stands for: a method, by its id or as `file.py:Class`, and what is joined to it."""
+    first, *others = _split(name)
+    return [_method(first), *(_joined(other, first) for other in others)]
 
 
 def _split(name: str) -> list[str]:
@@ -53,6 +62,14 @@ def _split(name: str) -> list[str]:
     file, colon, last = name.rpartition(":")
     first, *others = last.split("+")
     return [file + colon + first, *others]
+
+
+def _joined(name: str, first: str) -> type[Method]:
+    """What may stand after a `+`: a modifier, or a method that works on the server after any other."""
+    found = _import(_MODIFIERS | _METHODS, "modifier or server side", name)
+    if not issubclass(found, Modifier):
+        raise SettingError(f"{name!r} is a client side and cannot follow a +; perhaps {name}+{first}?")
+    return found
 
 
 def _method(name: str) -> type[Method]:
@@ -74,7 +91,10 @@ def _import(known: dict[str, str], kind: str, name: str) -> type[Method]:
 
 @dataclasses.dataclass(frozen=True)
 class HyperParameter:
-    """A setting of a method, under the name users write (`lambda` for the field `lambda_`)."""
+    """A setting of a method, under the name users write (`lambda` for the field `lambda_`).
+
+    Where two joined methods have the same name, it is written with the method's id: `dafkd.server_lr`.
+    """
 
     name: str
     field: str
@@ -83,8 +103,17 @@ class HyperParameter:
 
 
 def hyper_parameters(name: str) -> list[HyperParameter]:
-    """The settings of a method and its modifiers."""
-    return [parameter for part in find(name) for parameter in _own(part)]
+    """The settings of a method and of what is joined to it."""
+    return [parameter for own in _by_part(find(name)) for parameter in own]
+
+
+def _by_part(parts: list[type[Method]]) -> list[list[HyperParameter]]:
+    plain = [_own(part) for part in parts]
+    often = Counter(parameter.name for own in plain for parameter in own)
+    return [
+        [dataclasses.replace(p, name=f"{part.name or part.__name__}.{p.name}") if often[p.name] > 1 else p for p in own]
+        for part, own in zip(parts, plain, strict=True)
+    ]
 
 
 def _own(method: type[Method]) -> list[HyperParameter]:
@@ -105,7 +134,8 @@ def make(name: str, settings: dict[str, Any] | None = None) -> Method:
     FedProx(mu=0.1)
     """
     parts, settings = find(name), settings or {}
-    known = [parameter.name for part in parts for parameter in _own(part)]
+    by_part = _by_part(parts)
+    known = [parameter.name for own in by_part for parameter in own]
     for key in settings:
         if key not in known:
             raise (
@@ -114,8 +144,8 @@ def make(name: str, settings: dict[str, Any] | None = None) -> Method:
                 else SettingError(f"method {name!r} has no setting {key!r}: it has none of its own")
             )
     method: Method | None = None
-    for part in parts:
-        given = {p.field: settings[p.name] for p in _own(part) if p.name in settings}
+    for part, own in zip(parts, by_part, strict=True):
+        given = {p.field: settings[p.name] for p in own if p.name in settings}
         try:
             made: Method = TypeAdapter(part).validate_python(given)
         except ValidationError as error:
@@ -136,6 +166,9 @@ def explain(error: ValidationError) -> str:
 
 
 def settings_of(method: Method) -> dict[str, Any]:
-    """All settings of a method and its modifiers, under the names users write."""
-    inner = settings_of(method.inner) if isinstance(method, Modifier) else {}
-    return inner | {p.name: getattr(method, p.field) for p in _own(type(method))}
+    """All settings of a method and of what it is joined to, under the names users write."""
+    chain = [method]
+    while isinstance(chain[0], Modifier):
+        chain.insert(0, chain[0].inner)
+    by_part = _by_part([type(part) for part in chain])
+    return {p.name: getattr(part, p.field) for part, own in zip(chain, by_part, strict=True) for p in own}

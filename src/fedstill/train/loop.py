@@ -5,13 +5,16 @@ A method never writes its own: it says what is added to the cross-entropy (`Obje
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ParamSpec
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedstill.core.errors import SettingError
 from fedstill.core.tree import Tree
 from fedstill.core.weights import FlatNet
 from fedstill.data.augment import Augmentation
@@ -28,6 +31,7 @@ class Batch:
     ids: Tensor
 
 
+P = ParamSpec("P")
 Loss = Callable[[Batch, Outputs], Tensor]
 
 
@@ -54,6 +58,70 @@ class Objective:
     modules: tuple[nn.Module, ...] = ()
     base: Loss = cross_entropy
 
+    def __add__(self, other: Objective) -> Objective:
+        """Both at once: what a client side and a server side each ask of the client."""
+        if cross_entropy not in (self.base, other.base):
+            raise SettingError("both methods replace the cross-entropy; they cannot be combined")
+        term, inputs = _joined_terms(self, other)
+        return Objective(
+            term=term,
+            gradient=_summed(self.gradient, other.gradient),
+            inputs=inputs,
+            after=_chained(self.after, other.after),
+            done=_chained(self.done, other.done),
+            modules=(*self.modules, *other.modules),
+            base=other.base if self.base is cross_entropy else self.base,
+        )
+
+
+def _joined_terms(a: Objective, b: Objective) -> tuple[Loss | None, Callable[[Batch], Tensor] | None]:
+    """Terms and further inputs of two objectives; each term sees what the network says of its own inputs."""
+    if not (a.inputs and b.inputs):
+        return _summed(a.term, b.term), a.inputs or b.inputs
+    own = 0  # how many of the further inputs of this step are a's
+    a_inputs, b_inputs = a.inputs, b.inputs
+
+    def inputs(batch: Batch) -> Tensor:
+        nonlocal own
+        first, second = a_inputs(batch), b_inputs(batch)
+        own = len(first)
+        return torch.cat([first, second])
+
+    def term(batch: Batch, out: Outputs) -> Tensor:
+        assert out.extra is not None
+        parts = out.extra.split(own)
+        total = torch.zeros(())
+        if a.term:
+            total = total + a.term(batch, replace(out, extra=replace(parts, extra=None)))
+        if b.term:
+            total = total + b.term(batch, replace(out, extra=parts.extra))
+        return total
+
+    return term, inputs
+
+
+def _summed(f: Callable[P, Tensor] | None, g: Callable[P, Tensor] | None) -> Callable[P, Tensor] | None:
+    if f is None or g is None:
+        return f or g
+    first, second = f, g
+
+    def both(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        return first(*args, **kwargs) + second(*args, **kwargs)
+
+    return both
+
+
+def _chained(f: Callable[P, None] | None, g: Callable[P, None] | None) -> Callable[P, None] | None:
+    if f is None or g is None:
+        return f or g
+    first, second = f, g
+
+    def both(*args: P.args, **kwargs: P.kwargs) -> None:
+        first(*args, **kwargs)
+        second(*args, **kwargs)
+
+    return both
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -79,6 +147,7 @@ def fit(
     module.train()
     params = [*net.params, *(p for m in objective.modules for p in m.parameters())]
     optimizer = make_optimizer(params, local, lr)
+    total_steps = steps_of(len(data), local)
     weights = net.vector[: net.trainable]
     addend = torch.empty_like(weights) if objective.gradient else None
     addend_parts = net.split(addend) if addend is not None else []
@@ -96,6 +165,9 @@ def fit(
         loss = objective.base(batch, out)
         if objective.term:
             loss = loss + objective.term(batch, out)
+        if local.cosine:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * (1 + math.cos(math.pi * steps / total_steps)) / 2
         optimizer.zero_grad()
         loss.backward()
         if objective.gradient and addend is not None:
@@ -120,6 +192,11 @@ def make_optimizer(params: list[nn.Parameter], local: LocalTraining, lr: float) 
     if local.optimizer == "adam":
         return torch.optim.Adam(params, lr=lr, weight_decay=local.weight_decay, fused=True)
     return torch.optim.SGD(params, lr=lr, momentum=local.momentum, weight_decay=local.weight_decay, fused=True)
+
+
+def steps_of(n: int, local: LocalTraining) -> int:
+    """How many steps local training on n samples takes, about: a lone last sample may join the batch before."""
+    return local.epochs * (local.steps_per_epoch or -(-n // local.batch_size))
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> Tree:
@@ -147,7 +224,7 @@ def batches(data: Samples, local: LocalTraining, order: torch.Generator, *, no_s
     if no_single and len(sizes) > 1 and sizes[-1] == 1:
         sizes[-2:] = [size + 1]
     steps_left = local.epochs * (local.steps_per_epoch or len(sizes))
-    while steps_left > 0:
+    while steps_left > 0 and n:
         for ids in torch.split(torch.randperm(n, generator=order)[:usable], sizes):
             yield Batch(data.x(ids), data.y[ids], ids)
             steps_left -= 1

@@ -15,3 +15,8 @@ def kl(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
     """
     target = F.log_softmax(teacher / temperature, dim=1)
     return F.kl_div(F.log_softmax(student / temperature, dim=1), target, reduction="batchmean", log_target=True)
+
+
+def soft_kl(target: Tensor, logits: Tensor) -> Tensor:
+    """Mean over the batch of KL(target || softmax(logits)), from probabilities."""
+    return F.kl_div(F.log_softmax(logits, dim=1), target, reduction="batchmean")

@@ -31,6 +31,7 @@ class LocalTraining:
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip: float = 0.0  # largest gradient norm; 0: no clipping
+    cosine: bool = False  # let the rate fall to 0 along a cosine, within the round
     steps_per_epoch: int = 0  # the same number for every client; 0: one pass over the client's own data
 
     def lr_at(self, round_: int) -> float:
@@ -47,6 +48,7 @@ class Task:
     augment: Augmentation | None = None
     buffers: BufferPolicy = "average"
     seed: int = 0
+    proxy: Samples | None = None  # unlabelled samples that nobody minds sharing, for methods that need them
 
     @cached_property
     def nets(self) -> Nets:
@@ -81,6 +83,11 @@ class Task:
     def trainable(self) -> int:
         """How many of the weights are trained; they come first in the vector."""
         return self.nets.get("student").trainable
+
+    @property
+    def feature_dim(self) -> int:
+        """Width of the network's penultimate features."""
+        return classifier(self.nets.get("student")).feature_dim
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,0 +1,59 @@
+"""Distillation on the server: teachers that are asked once, and the one training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedstill.train.evaluate import Outputs, predict
+from fedstill.train.loop import Batch, Loss, Objective, fit
+from fedstill.train.losses import soft_kl
+from fedstill.train.task import LocalTraining, Samples, Task
+
+
+def ask(task: Task, teachers: Sequence[Tensor], samples: Samples) -> list[Outputs]:
+    """What each teacher says of each sample: one pass over the samples for each, however many epochs follow."""
+    return [predict(task, teacher, samples) for teacher in teachers]
+
+
+def mean_probabilities(answers: Sequence[Outputs], weights: Tensor | None = None) -> Tensor:
+    """The ensemble's soft prediction (N, C): each teacher's softmax, by weights (K,) or (K, N); uniform if None."""
+    probabilities = torch.stack([a.logits.softmax(1) for a in answers])  # (K, N, C)
+    if weights is None:
+        return probabilities.mean(0)
+    weights = weights if weights.dim() == 2 else weights.unsqueeze(1).expand(-1, probabilities.shape[1])
+    return torch.einsum("kn,knc->nc", weights, probabilities)
+
+
+def mean_features(answers: Sequence[Outputs]) -> Tensor:
+    """The teachers' mean penultimate features (N, d)."""
+    return torch.stack([a.features for a in answers]).mean(0)
+
+
+def match_probabilities(targets: Tensor) -> Loss:
+    """KL(target || student); targets are (N, C) probabilities."""
+
+    def loss(batch: Batch, out: Outputs) -> Tensor:
+        return soft_kl(targets[batch.ids], out.logits)
+
+    return loss
+
+
+def distil(
+    task: Task, start: Tensor, samples: Samples, loss: Loss, training: LocalTraining, order: torch.Generator
+) -> Tensor:
+    """The weights after training from `start` on the samples with this loss."""
+    if training.epochs == 0:
+        return start
+    net = task.nets.get("distilled")
+    net.load(start)
+    fit(net, samples, Objective(base=loss), training, lr=training.lr, order=order)
+    return net.read()
+
+
+def as_samples(x: Tensor, y: Tensor | None = None) -> Samples:
+    """Prepared inputs as samples; without labels they count as class 0."""
+    labels = torch.zeros(len(x), dtype=torch.long) if y is None else y
+    return Samples(x, labels, torch.arange(len(x)), lambda ready: ready)

@@ -1,0 +1,261 @@
+"""DaFKD: Wang et al., "Domain-aware federated knowledge distillation", 2023."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedstill.aggregate.mean import weighted_mean
+from fedstill.core import seeds
+from fedstill.core.errors import SettingError
+from fedstill.core.tree import Message
+from fedstill.core.weights import FlatNet
+from fedstill.distill.generators import (
+    ConditionalGenerator,
+    ShrinkingGenerator,
+    TransposedGenerator,
+    check_image_shape,
+    to_images,
+    to_inputs,
+)
+from fedstill.distill.stage import as_samples, ask, distil, match_probabilities, mean_probabilities
+from fedstill.methods.base import Part, Server, Uplink, Wire
+from fedstill.methods.server_side import ServerSide
+from fedstill.models.base import Classifier
+from fedstill.train.client import Client
+from fedstill.train.evaluate import Outputs, predict
+from fedstill.train.loop import Batch, Objective, steps_of
+from fedstill.train.task import LocalTraining, Samples, Task, classifier
+
+Variant = Literal["full", "no-sharing", "no-correlation", "no-distill"]
+
+
+class Discriminator(nn.Module):
+    """Says, as a logit, whether a sample looks like the client's own data.
+
+    It reads the classifier's features (a shared trunk), or those of a trunk of its own.
+    """
+
+    def __init__(self, feature_dim: int, trunk: Classifier | None) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = nn.Linear(feature_dim, 1)
+
+    def forward(self, x: Tensor, features: Tensor) -> Tensor:
+        said: Tensor = self.head(features if self.trunk is None else self.trunk.features(x))
+        return said.squeeze(1)
+
+
+@dataclass(frozen=True)
+class DaFKD(ServerSide):
+    """Each client's discriminator says how much its model counts for each generated sample."""
+
+    name: ClassVar[str] = "dafkd"
+    paper: ClassVar[str] = "Wang et al. 2023"
+    extra_information: ClassVar[str] = "a generator and a discriminator trained on its data"
+
+    uniform: Annotated[bool, "average the clients' weights uniformly (Eq. 4), not by sample counts"] = True
+    variant: Annotated[Variant, "the ablations of Table 3, or all of it"] = "full"
+    private: Annotated[bool, "clients send weighted predictions instead of their discriminators (Sec. 3.3)"] = False
+    conditional: Annotated[bool, "the generator is told a label"] = False
+    z_dim: Annotated[int, Ge(1), "d: dimension of the noise"] = 100
+    generator_lr: Annotated[float, Gt(0), "learning rate of the generator (Adam)"] = 1e-3
+    adv_rounds: Annotated[int, Ge(0), "train generator and discriminators only in the first rounds; 0: in all"] = 0
+    adv_epochs: Annotated[int, Ge(0), "and only in a round's first epochs; 0: in all"] = 0
+    batches: Annotated[int, Ge(1), "generated batches a round for the distillation"] = 40
+    sample_batch: Annotated[int, Ge(2), "B: samples in each"] = 32
+    server_epochs: Annotated[int, Ge(0), "epochs of the distillation"] = 5
+    server_lr: Annotated[float, Gt(0), "learning rate of the distillation (Adam)"] = 1e-3
+
+    def check(self, task: Task) -> None:
+        check_image_shape(task.dataset.shape)
+        if self.private and self.variant == "no-correlation":
+            raise SettingError(
+                "dafkd: private sends predictions weighted by the discriminator; no-correlation has none"
+            )
+        super().check(task)
+
+    # --- what crosses -------------------------------------------------------------------------------------------
+
+    def wire(self, task: Task) -> Wire:
+        inner = super().wire(task)
+        generator = {"generator": Part((self.generator(task).size,), "generator", task.dtype)}
+        up = inner.up | generator
+        if self.private:
+            shape = (self.batches * self.sample_batch, task.classes)
+            up |= {"predictions": Part(shape, "weighted soft predictions of generated samples")}
+        else:
+            up |= {"discriminator": Part((self.discriminator(task).size,), "discriminator", task.dtype)}
+        return Wire(inner.down | generator, up)
+
+    def start(self, server: Server) -> None:
+        super().start(server)
+        server.state["generator"] = self.new_generator(server.task).read()
+
+    def downlink(self, server: Server) -> Message:
+        return super().downlink(server) | {"generator": server.state["generator"]}
+
+    # --- client -------------------------------------------------------------------------------------------------
+
+    def objective(self, client: Client) -> Objective:
+        """The inner method's, plus telling the client's data from generated samples; generator and all learn."""
+        task = client.task
+        generator, discriminator = self.generator(task), self.discriminator(task)
+        generator.load(client.down["generator"])
+        discriminator.load(client.state.get("discriminator", self.new_discriminator(task).read()))
+        judge = discriminator.module.train()
+        generator.module.train()
+        inner = super().objective(client)
+        if self.adv_rounds and client.round > self.adv_rounds:
+            return inner
+        adam = torch.optim.Adam(generator.params, lr=self.generator_lr, fused=True)
+        noise, step = client.rng("noise"), 0
+        a_pass = steps_of(len(client.data), task.local) // task.local.epochs
+        last = self.adv_epochs * a_pass if self.adv_epochs else None
+
+        def active() -> bool:
+            return last is None or step < last
+
+        fakes = torch.empty(0)
+
+        def inputs(batch: Batch) -> Tensor:
+            nonlocal fakes
+            if not active():
+                fakes = batch.x[:0]
+            else:
+                with torch.no_grad():
+                    fakes = self.make(task, len(batch.y), noise)
+            return fakes
+
+        def term(batch: Batch, out: Outputs) -> Tensor:  # L_adv: Eq. 2 over the 2b samples
+            assert out.extra is not None
+            if not len(fakes):
+                return torch.zeros(())
+            said = torch.cat([judge(batch.x, out.features), judge(fakes, out.extra.features)])
+            real = torch.cat([torch.ones(len(batch.y)), torch.zeros(len(fakes))])
+            return F.binary_cross_entropy_with_logits(said, real)
+
+        def after(batch: Batch) -> None:  # the generator ascends Eq. 3, in its non-saturating form
+            nonlocal step
+            if active():
+                made = self.make(task, max(2, len(batch.y)), noise)
+                loss = -F.logsigmoid(judge(made, client.net.features(made))).mean()
+                for p, grad in zip(generator.params, torch.autograd.grad(loss, generator.params), strict=True):
+                    p.grad = grad
+                adam.step()
+            step += 1
+
+        return inner + Objective(term=term, inputs=inputs, after=after, modules=(judge,))
+
+    def uplink(self, client: Client) -> Message:
+        task, discriminator = client.task, self.discriminator(client.task)
+        client.state["discriminator"] = discriminator.read()  # a private head, kept between rounds
+        up = super().uplink(client) | {"generator": self.generator(task).read()}
+        if not self.private:
+            return up | {"discriminator": discriminator.read()}
+        pseudo = self.pseudo(task, client.down["generator"], client.round)
+        said = predict(task, up["model"], pseudo)
+        weight = self.correlations(task, [client.state["discriminator"]], [said], pseudo)[0]
+        return up | {"predictions": weight.unsqueeze(1) * said.logits.softmax(1)}
+
+    # --- server -------------------------------------------------------------------------------------------------
+
+    def improve(self, server: Server, uplinks: list[Uplink]) -> None:
+        task, sent = server.task, server.state["generator"]
+        server.state["generator"] = weighted_mean((up["generator"], 1) for up in uplinks)  # Eq. 6
+        if server.round == 1 or self.variant == "no-distill" or self.server_epochs == 0:
+            return
+        if self.private:
+            pseudo = self.pseudo(task, sent, server.round)  # the set that clients drew from the same seed
+            weighted = torch.stack([up["predictions"] for up in uplinks]).double().sum(0) + 1e-8 / task.classes
+            targets = (weighted / weighted.sum(1, keepdim=True)).float()
+        else:
+            pseudo = self.pseudo(task, server.state["generator"], server.round)
+            answers = ask(task, [up["model"] for up in uplinks], pseudo)
+            if self.variant == "no-correlation":
+                targets = mean_probabilities(answers)
+            else:
+                alpha = self.correlations(task, [up["discriminator"] for up in uplinks], answers, pseudo)
+                targets = mean_probabilities(answers, normalised(alpha))  # Eq. 8
+        training = LocalTraining(
+            epochs=self.server_epochs, batch_size=self.sample_batch, optimizer="adam", lr=self.server_lr
+        )
+        loss, order = match_probabilities(targets), server.rng("distillation")
+        server.model = distil(task, server.model, pseudo, loss, training, order)
+
+    @torch.no_grad()
+    def correlations(self, task: Task, judges: list[Tensor], answers: list[Outputs], pseudo: Samples) -> Tensor:
+        """alpha_{k,i} = D_k(x_i), (K, N), on the features that client k's own trained trunk gives."""
+        discriminator, x = self.discriminator(task), pseudo.x(torch.arange(len(pseudo)))
+        rows = []
+        for weights, answer in zip(judges, answers, strict=True):
+            discriminator.load(weights)
+            rows.append(discriminator.module.eval()(x, answer.features).sigmoid())
+        return torch.stack(rows)
+
+    def pseudo(self, task: Task, generator: Tensor, round_: int) -> Samples:
+        """The generated samples of a round, the same for whoever has the generator."""
+        self.generator(task).load(generator)
+        self.generator(task).module.train()
+        noise = seeds.torch_rng(task.seed, "pseudo set", round_)
+        with torch.no_grad():
+            return as_samples(torch.cat([self.make(task, self.sample_batch, noise) for _ in range(self.batches)]))
+
+    # --- networks -----------------------------------------------------------------------------------------------
+
+    def make(self, task: Task, count: int, noise: torch.Generator) -> Tensor:
+        """So many samples, as networks see the data, from the generator as it is loaded."""
+        generator = self.generator(task).module
+        z = torch.randn(count, self.z_dim, generator=noise)
+        if self.conditional:
+            made: Tensor = generator(z, torch.randint(0, task.classes, (count,), generator=noise))
+            return made
+        return to_inputs(generator(z), task.dataset.mean, task.dataset.std)
+
+    def generator(self, task: Task) -> FlatNet:
+        """This process's generator network, to load weights into."""
+        return task.nets.get(f"dafkd generator {self.z_dim} {self.conditional}", lambda: self.new_generator(task))
+
+    def new_generator(self, task: Task) -> FlatNet:
+        shape = task.dataset.shape
+
+        def build() -> FlatNet:
+            if self.conditional:
+                return FlatNet(ConditionalGenerator(shape, task.classes, self.z_dim))
+            grows = shape[1] % 16 == 0 and shape[2] % 16 == 0
+            return FlatNet((TransposedGenerator if grows else ShrinkingGenerator)(shape, self.z_dim))
+
+        return task.seeded("generator", build)
+
+    def discriminator(self, task: Task) -> FlatNet:
+        """This process's discriminator, to load a client's weights into."""
+        role = f"discriminator {self.variant == 'no-sharing'}"
+        return task.nets.get(role, lambda: self.new_discriminator(task))
+
+    def new_discriminator(self, task: Task) -> FlatNet:
+        def build() -> FlatNet:
+            trunk = classifier(FlatNet(task.make_network())) if self.variant == "no-sharing" else None
+            return FlatNet(Discriminator(task.feature_dim, trunk))
+
+        return task.seeded("discriminator", build)
+
+    def pictures(self, task: Task, state: dict[str, Any], count: int) -> Tensor | None:
+        if "generator" not in state:
+            return None
+        generator = self.generator(task)
+        generator.load(state["generator"])
+        generator.module.train()
+        with torch.no_grad():
+            made = self.make(task, max(2, count), seeds.torch_rng(task.seed, "pictures"))
+        return to_images(made[:count], task.dataset.mean, task.dataset.std)
+
+
+def normalised(alpha: Tensor) -> Tensor:
+    """alpha over its sum over the clients, (K, N); uniform where all are zero."""
+    lifted = alpha.double() + 1e-8
+    return (lifted / lifted.sum(0)).float()

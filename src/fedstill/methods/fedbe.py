@@ -1,0 +1,67 @@
+"""FedBE: Chen and Chao, "Making Bayesian model ensemble applicable to federated learning", 2021."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor
+
+from fedstill.distill.stage import ask, distil, match_probabilities, mean_probabilities
+from fedstill.methods.base import Server, Uplink
+from fedstill.methods.server_side import ServerSide
+from fedstill.train.task import LocalTraining
+
+
+@dataclass(frozen=True)
+class FedBE(ServerSide):
+    """Models drawn from a distribution over the clients' weights teach the averaged model on proxy data."""
+
+    name: ClassVar[str] = "fedbe"
+    paper: ClassVar[str] = "Chen & Chao 2021"
+    needs_proxy_data: ClassVar[bool] = True
+
+    samples: Annotated[int, Ge(0), "models drawn; 0 with clients_teach is plain ensemble distillation"] = 10
+    distribution: Annotated[Literal["gaussian", "dirichlet"], "of the weights, or of the clients' shares"] = "gaussian"
+    spread: Annotated[float, Ge(0), "factor on the Gaussian's standard deviation"] = 0.1
+    clients_teach: Annotated[bool, "the clients' own models teach too"] = True
+    sharpen: Annotated[float, Gt(0), "temperature of the ensemble's probabilities; below 1 sharpens"] = 0.5
+    server_epochs: Annotated[int, Ge(0), "epochs over the proxy data a round"] = 20
+    server_lr: Annotated[float, Gt(0), "learning rate (SGD, momentum 0.9)"] = 1e-3
+    server_batch: Annotated[int, Ge(1), "batch size of the distillation"] = 128
+
+    def improve(self, server: Server, uplinks: list[Uplink]) -> None:
+        if self.server_epochs == 0:
+            return
+        proxy = self.proxy(server)
+        models = torch.stack([up["model"] for up in uplinks])
+        shares = torch.tensor([float(up.samples) for up in uplinks], dtype=torch.float64)
+        teachers = [server.model, *self.draw(server, models, shares / shares.sum())]
+        teachers += list(models) if self.clients_teach else []
+        mixture = mean_probabilities(ask(server.task, teachers, proxy))
+        sharpened = mixture ** (1 / self.sharpen)
+        targets = sharpened / sharpened.sum(1, keepdim=True)
+        training = LocalTraining(
+            epochs=self.server_epochs,
+            batch_size=self.server_batch,
+            lr=self.server_lr,
+            momentum=0.9,
+            weight_decay=1e-5,
+        )
+        loss, order = match_probabilities(targets), server.rng("distillation")
+        server.model = distil(server.task, server.model, proxy, loss, training, order)
+
+    def draw(self, server: Server, models: Tensor, shares: Tensor) -> list[Tensor]:
+        """Weights drawn from the distribution that the clients' weights (K, size) suggest."""
+        rng = server.rng("ensemble")
+        if self.distribution == "dirichlet":
+            # Dir(1, …, 1) by normalised exponentials
+            raw = torch.empty(self.samples, len(models), dtype=torch.float64).exponential_(generator=rng)
+            return [(part @ models.double()).to(models.dtype) for part in raw / raw.sum(1, keepdim=True)]
+        mean = server.model.double()
+        variance = (shares.unsqueeze(1) * (models.double() - mean).square()).sum(0)
+        deviation = self.spread * variance.sqrt()
+        noise = torch.randn(self.samples, models.shape[1], generator=rng, dtype=torch.float64)
+        return [(mean + deviation * n).to(models.dtype) for n in noise]

@@ -1,0 +1,97 @@
+"""FedFTG: Zhang et al., "Fine-tuning global model via data-free knowledge distillation …", 2022."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from annotated_types import Ge, Gt
+from torch.nn import functional as F
+
+from fedstill.core.tree import Message
+from fedstill.core.weights import FlatNet
+from fedstill.distill.ensemble import diversity, label_weights, load_teachers
+from fedstill.distill.generators import ConditionalGenerator, check_image_shape
+from fedstill.methods.base import Part, Server, Uplink, Wire
+from fedstill.methods.server_side import ServerSide
+from fedstill.train.client import Client
+from fedstill.train.losses import soft_kl
+from fedstill.train.task import Task, classifier
+
+
+@dataclass(frozen=True)
+class FedFTG(ServerSide):
+    """A generator on the server seeks samples on which the clients and the averaged model differ, and mends those."""
+
+    name: ClassVar[str] = "fedftg"
+    paper: ClassVar[str] = "Zhang et al. 2022"
+    extra_information: ClassVar[str] = "number of samples of each class"
+
+    iterations: Annotated[int, Ge(0), "turns of generator and student a round"] = 10
+    student_steps: Annotated[int, Ge(1), "steps of the student in each"] = 5
+    lambda_cls: Annotated[float, Ge(0), "weight of the generator's cross-entropy"] = 1.0
+    lambda_dis: Annotated[float, Ge(0), "weight of its diversity"] = 1.0
+    z_dim: Annotated[int, Ge(1), "dimension of the noise"] = 100
+    generator_lr: Annotated[float, Gt(0), "learning rate of the generator (Adam)"] = 0.01
+    server_lr: Annotated[float, Gt(0), "learning rate of the student (SGD)"] = 0.1
+    server_batch: Annotated[int, Ge(2), "generated samples a step"] = 64
+
+    def check(self, task: Task) -> None:
+        check_image_shape(task.dataset.shape)
+        super().check(task)
+
+    def wire(self, task: Task) -> Wire:
+        inner = super().wire(task)
+        return Wire(inner.down, inner.up | {"counts": Part((task.classes,), "samples of each class")})
+
+    def start(self, server: Server) -> None:
+        super().start(server)
+        server.state["generator"] = self.new_generator(server.task).read()
+
+    def uplink(self, client: Client) -> Message:
+        counts = torch.bincount(client.data.y, minlength=client.task.classes).float()
+        return super().uplink(client) | {"counts": counts}
+
+    def improve(self, server: Server, uplinks: list[Uplink]) -> None:
+        if self.iterations == 0:
+            return
+        task, rng = server.task, server.rng("generator")
+        generator = task.nets.get(f"fedftg generator {self.z_dim}", lambda: self.new_generator(task))
+        generator.load(server.state["generator"])
+        generator.module.train()
+        flat = task.nets.get("distilled")
+        flat.load(server.model)
+        student = classifier(flat).train()
+        teachers = load_teachers(task, [up["model"] for up in uplinks])
+        counts = torch.stack([up["counts"] for up in uplinks])
+        weights, labels = label_weights(counts), counts.sum(0)
+        adam = torch.optim.Adam(generator.params, lr=self.generator_lr, fused=True)
+        sgd = torch.optim.SGD(flat.params, lr=self.server_lr, fused=True)
+        for _ in range(self.iterations):
+            y = torch.multinomial(labels, self.server_batch, replacement=True, generator=rng)
+            z = torch.randn(self.server_batch, self.z_dim, generator=rng)
+            for weight, teacher in zip(weights, teachers, strict=True):
+                made = generator.module(z, y)
+                said, taught = student(made), teacher(made)
+                differ = (weight[y].unsqueeze(1) * (said - taught).abs()).mean()
+                known = (weight[y] * F.cross_entropy(taught, y, reduction="none")).mean()
+                spread = diversity(z, made) / len(teachers)
+                loss = -differ + self.lambda_cls * known + self.lambda_dis * spread
+                for p, grad in zip(generator.params, torch.autograd.grad(loss, generator.params), strict=True):
+                    p.grad = grad
+                adam.step()
+            with torch.no_grad():
+                made = generator.module(z, y)
+                soft = torch.stack([teacher(made).softmax(1) for teacher in teachers])
+                target = (weights[:, y].unsqueeze(2) * soft).sum(0)
+            for _ in range(self.student_steps):
+                sgd.zero_grad()
+                soft_kl(target, student(made)).backward()
+                sgd.step()
+        server.model = flat.read()
+        server.state["generator"] = generator.read()
+
+    def new_generator(self, task: Task) -> FlatNet:
+        shape = task.dataset.shape
+        return task.seeded("generator", lambda: FlatNet(ConditionalGenerator(shape, task.classes, self.z_dim)))

@@ -1,0 +1,125 @@
+"""FedGen: Zhu et al., "Data-free knowledge distillation for heterogeneous federated learning", 2021."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from annotated_types import Ge, Gt, Le
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedstill.core.tree import Message
+from fedstill.core.weights import FlatNet
+from fedstill.distill.ensemble import diversity, label_weights, load_teachers
+from fedstill.distill.generators import FeatureGenerator
+from fedstill.methods.base import Part, Server, Uplink, Wire
+from fedstill.methods.server_side import ServerSide
+from fedstill.train.client import Client
+from fedstill.train.evaluate import Outputs
+from fedstill.train.loop import Batch, Objective, optimizer_state, restore_optimizer
+from fedstill.train.losses import kl
+from fedstill.train.task import Task
+
+
+@dataclass(frozen=True)
+class FedGen(ServerSide):
+    """A generator of features, trained on the server with the clients' heads, augments every client's data."""
+
+    name: ClassVar[str] = "fedgen"
+    paper: ClassVar[str] = "Zhu et al. 2021"
+    extra_information: ClassVar[str] = "number of samples of each class"
+
+    alpha: Annotated[float, Ge(0), "weight of the generated features' cross-entropy on clients"] = 10.0
+    beta: Annotated[float, Ge(0), "weight of the generated features' predictions on clients"] = 10.0
+    decay: Annotated[float, Gt(0), Le(1), "factor on both weights, and on the generator's rate, after each round"] = (
+        0.98
+    )
+    hidden: Annotated[int, Ge(1), "width of the generator"] = 256
+    z_dim: Annotated[int, Ge(1), "dimension of the noise"] = 32
+    generator_lr: Annotated[float, Gt(0), "learning rate of the generator (Adam)"] = 3e-4
+    generator_decay: Annotated[float, Ge(0), "weight decay of the generator"] = 1e-2
+    generator_steps: Annotated[int, Ge(0), "steps of the generator a round"] = 50
+    generator_batch: Annotated[int, Ge(2), "batch size of the generator, and of what clients generate"] = 32
+
+    def wire(self, task: Task) -> Wire:
+        inner = super().wire(task)
+        generator = Part((self.generator(task).size,), "generator of features", task.dtype)
+        counts = Part((task.classes,), "samples of each class")
+        return Wire(inner.down | {"generator": generator}, inner.up | {"counts": counts})
+
+    def start(self, server: Server) -> None:
+        super().start(server)
+        server.state |= {"generator": self.new_generator(server.task).read(), "generator optimizer": {}}
+
+    def downlink(self, server: Server) -> Message:
+        return super().downlink(server) | {"generator": server.state["generator"]}
+
+    def objective(self, client: Client) -> Objective:
+        inner = super().objective(client)
+        if client.round == 1 or self.alpha == self.beta == 0:
+            return inner
+        task, rng = client.task, client.rng("generated")
+        generator = self.generator(task)
+        generator.load(client.down["generator"])
+        module = generator.module.eval()
+        fade = self.decay ** (client.round - 1)
+
+        def make(y: Tensor) -> Tensor:
+            with torch.no_grad():
+                made: Tensor = module(torch.rand(len(y), self.z_dim, generator=rng), y)
+            return made
+
+        def term(batch: Batch, out: Outputs) -> Tensor:
+            y = torch.randint(0, task.classes, (self.generator_batch,), generator=rng)
+            by_label = F.cross_entropy(client.net.head(make(y)), y)
+            with torch.no_grad():
+                said = client.net.head(make(batch.y))
+            by_prediction = kl(said, out.logits)
+            return fade * (self.alpha * by_label + self.beta * by_prediction)
+
+        return inner + Objective(term=term)
+
+    def uplink(self, client: Client) -> Message:
+        counts = torch.bincount(client.data.y, minlength=client.task.classes).float()
+        return super().uplink(client) | {"counts": counts}
+
+    def improve(self, server: Server, uplinks: list[Uplink]) -> None:
+        """Train the generator so that the clients' heads recognise what it makes of a label."""
+        task, rng = server.task, server.rng("generator")
+        generator = self.generator(task)
+        generator.load(server.state["generator"])
+        generator.module.train()
+        adam = torch.optim.Adam(
+            generator.params,
+            lr=self.generator_lr * self.decay ** (server.round - 1),
+            weight_decay=self.generator_decay,
+            fused=True,
+        )
+        restore_optimizer(adam, server.state["generator optimizer"])
+        teachers = load_teachers(task, [up["model"] for up in uplinks])
+        weights = label_weights(torch.stack([up["counts"] for up in uplinks]))  # (K, C)
+        for _ in range(self.generator_steps):
+            y = torch.randint(0, task.classes, (self.generator_batch,), generator=rng)
+            z = torch.rand(self.generator_batch, self.z_dim, generator=rng)
+            made = generator.module(z, y)
+            loss = diversity(z, made)
+            for teacher, weight in zip(teachers, weights, strict=True):
+                each = F.cross_entropy(teacher.head(made), y, reduction="none")
+                loss = loss + (weight[y] * each).mean()
+            for p, grad in zip(generator.params, torch.autograd.grad(loss, generator.params), strict=True):
+                p.grad = grad
+            adam.step()
+        server.state |= {"generator": generator.read(), "generator optimizer": optimizer_state(adam)}
+
+    def generator(self, task: Task) -> FlatNet:
+        """This process's generator network, to load weights into."""
+        role = f"fedgen generator {self.hidden} {self.z_dim}"
+        return task.nets.get(role, lambda: self.new_generator(task))
+
+    def new_generator(self, task: Task) -> FlatNet:
+        def build() -> FlatNet:
+            return FlatNet(FeatureGenerator(task.classes, task.feature_dim, self.hidden, self.z_dim))
+
+        return task.seeded("generator", build)

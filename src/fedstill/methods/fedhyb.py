@@ -1,0 +1,143 @@
+"""FedHyb: Liu et al., "Federated learning with hybrid knowledge distillations on long-tailed …", 2024."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from annotated_types import Ge, Gt, Le
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedstill.core.errors import SettingError
+from fedstill.data.augment import rotate_by
+from fedstill.distill.stage import ask, distil, mean_features, mean_probabilities
+from fedstill.methods.base import Needs, Server, Uplink
+from fedstill.methods.dafkd import DaFKD
+from fedstill.methods.server_side import ServerSide
+from fedstill.models.slim import check_sliceable, slimmed
+from fedstill.train.client import Client
+from fedstill.train.evaluate import Outputs
+from fedstill.train.loop import Batch, Objective
+from fedstill.train.losses import kl, soft_kl
+from fedstill.train.task import LocalTraining, Samples, Task, classifier
+
+Variant = Literal["full", "1", "2", "3"]
+SCALES = (1.0, 0.875, 0.75)  # 32, 28 and 24 pixels of 32
+
+
+@dataclass(frozen=True)
+class FedHyb(ServerSide):
+    """Clients teach their own sub-networks; the clients' mean predictions and features teach the averaged model."""
+
+    name: ClassVar[str] = "fedhyb"
+    paper: ClassVar[str] = "Liu et al. 2024"
+    needs_proxy_data: ClassVar[bool] = True
+
+    a: Annotated[float, Ge(0), "weight of the self-distillation"] = 1.0
+    eta: Annotated[float, Ge(0), "weight of the predictions on the server"] = 1.0
+    nu: Annotated[float, Ge(0), "weight of the features on the server"] = 1.0
+    M: Annotated[int, Ge(1), "sub-networks a step"] = 2
+    min_width: Annotated[float, Gt(0), Le(1), "smallest width of a sub-network; one always has it"] = 0.8
+    rotation: Annotated[float, Ge(0), Le(180), "largest rotation of a sub-network's images, in degrees"] = 15.0
+    variant: Annotated[Variant, "ablation: 1 (self-distillation, beta=1), 2 (with beta), 3 (server only), full"] = (
+        "full"
+    )
+    beta_per_sample: Annotated[bool, "beta from each sample's loss, not the batch's mean"] = False
+    source: Annotated[Literal["proxy", "generated"], "server samples; generated needs dafkd+fedhyb"] = "proxy"
+    server_epochs: Annotated[int, Ge(0), "epochs over the server's samples a round"] = 1
+    server_lr: Annotated[float, Gt(0), "learning rate of the distillation (Adam)"] = 1e-3
+    server_batch: Annotated[int, Ge(1), "batch size of the distillation"] = 64
+
+    @property
+    def on_clients(self) -> bool:
+        return self.variant != "3" and self.a > 0
+
+    @property
+    def on_server(self) -> bool:
+        return self.variant in ("3", "full") and self.server_epochs > 0 and self.eta + self.nu > 0
+
+    def check(self, task: Task) -> None:
+        if self.on_clients:
+            check_sliceable(classifier(task.nets.get("student")))
+            if len(task.dataset.shape) != 3:
+                raise SettingError("fedhyb turns and scales images for its sub-networks; set variant=3 for other data")
+        if self.source == "generated" and self.maker() is None:
+            raise SettingError("fedhyb: source=generated needs a generator; write the method as dafkd+fedhyb")
+        super().check(task)
+
+    def needs(self) -> Needs:
+        return replace(super().needs(), proxy_data=self.on_server and self.source == "proxy")
+
+    # --- client -------------------------------------------------------------------------------------------------
+
+    def objective(self, client: Client) -> Objective:
+        inner = super().objective(client)
+        if not self.on_clients:
+            return inner
+        rng = client.rng("sub-networks")
+
+        def term(batch: Batch, out: Outputs) -> Tensor:
+            """a sum_m beta_m KL(softmax(q) || softmax(sub_m(R_m x))); the full network teaches and is not taught."""
+            total = torch.zeros(())
+            for m in range(self.M):
+                width = self.min_width + (1 - self.min_width) * (float(torch.rand((), generator=rng)) if m else 0.0)
+                with slimmed(client.net, width) as sub:
+                    said = sub(self.transformed(batch.x, rng))
+                total = total + self.weighted(out.logits.detach(), said, batch.y)
+            return self.a * total
+
+        return inner + Objective(term=term)
+
+    def weighted(self, teacher: Tensor, student: Tensor, y: Tensor) -> Tensor:
+        """beta_m KL_m with beta_m = sigmoid(-CE): a sub-network that is wrong is not pulled so hard."""
+        if self.variant == "1":
+            return kl(teacher, student)
+        if self.beta_per_sample:
+            beta = torch.sigmoid(-F.cross_entropy(student, y, reduction="none")).detach()
+            each = F.kl_div(student.log_softmax(1), teacher.softmax(1), reduction="none").sum(1)
+            return (beta * each).mean()
+        return torch.sigmoid(-F.cross_entropy(student, y)).detach() * kl(teacher, student)
+
+    def transformed(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        """R_m: the batch at a random resolution, brought back to its size, each image turned a little."""
+        scale = SCALES[int(torch.randint(len(SCALES), (), generator=rng))]
+        if scale < 1:
+            size = x.shape[-2:]
+            small = F.interpolate(x, scale_factor=scale, mode="bilinear", align_corners=False)
+            x = F.interpolate(small, size=size, mode="bilinear", align_corners=False)
+        degrees = (2 * torch.rand(len(x), generator=rng) - 1) * self.rotation
+        return rotate_by(x, degrees).contiguous(memory_format=torch.channels_last)
+
+    # --- server -------------------------------------------------------------------------------------------------
+
+    def improve(self, server: Server, uplinks: list[Uplink]) -> None:
+        if not self.on_server:
+            return
+        samples = self.samples(server)
+        answers = ask(server.task, [up["model"] for up in uplinks], samples)
+        probabilities, features = mean_probabilities(answers), mean_features(answers)  # Eq. 6 and 7
+
+        def loss(batch: Batch, out: Outputs) -> Tensor:
+            by_prediction = soft_kl(probabilities[batch.ids], out.logits)
+            by_feature = F.mse_loss(out.features, features[batch.ids])
+            return self.eta * by_prediction + self.nu * by_feature
+
+        training = LocalTraining(
+            epochs=self.server_epochs, batch_size=self.server_batch, optimizer="adam", lr=self.server_lr
+        )
+        server.model = distil(server.task, server.model, samples, loss, training, server.rng("hybrid distillation"))
+
+    def samples(self, server: Server) -> Samples:
+        maker = self.maker()
+        if self.source == "generated" and maker is not None:
+            return maker.pseudo(server.task, server.state["generator"], server.round)
+        return self.proxy(server)
+
+    def maker(self) -> DaFKD | None:
+        """The method inside this one that trains a generator."""
+        inner = self.inner
+        while isinstance(inner, ServerSide) and not isinstance(inner, DaFKD):
+            inner = inner.inner
+        return inner if isinstance(inner, DaFKD) else None

@@ -1,0 +1,122 @@
+"""FedMD: Li and Wang, "Heterogenous federated learning via model distillation", 2019."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedstill.aggregate.mean import RunningMean
+from fedstill.core.errors import SettingError
+from fedstill.core.tree import Message
+from fedstill.methods.base import Part, Server, Uplink, Wire
+from fedstill.methods.fedavg import FedAvg
+from fedstill.train.client import Client
+from fedstill.train.evaluate import Outputs, predict
+from fedstill.train.loop import Batch, Objective, fit
+from fedstill.train.losses import kl
+from fedstill.train.task import LocalTraining, Samples, Task
+
+
+@dataclass(frozen=True)
+class FedMD(FedAvg):
+    """Clients agree on the logits of public samples."""
+
+    name: ClassVar[str] = "fedmd"
+    paper: ClassVar[str] = "Li & Wang 2019"
+    needs_proxy_data: ClassVar[bool] = True
+    extra_information: ClassVar[str] = "logits of public samples"
+
+    weight: Annotated[float, Ge(0), "of the consensus, with digest=joint"] = 0.1
+    digest: Annotated[Literal["joint", "first"], "learn the consensus beside the private data, or before them"] = (
+        "joint"
+    )
+    average_weights: Annotated[bool, "also average the weights, so that there is a global model"] = True
+
+    @property
+    def global_model(self) -> bool:
+        return self.average_weights
+
+    def check(self, task: Task) -> None:
+        if task.proxy is None:
+            raise SettingError("fedmd needs public samples: set proxy to a dataset, or proxy=pool")
+
+    def wire(self, task: Task) -> Wire:
+        plain = super().wire(task)
+        assert task.proxy is not None
+        logits = {"logits": Part((len(task.proxy), task.classes), "logits of the public samples")}
+        kept = plain if self.average_weights else Wire({}, {})
+        return Wire(kept.down | logits, kept.up | logits)
+
+    def start(self, server: Server) -> None:
+        server.state["logits"] = torch.zeros(len(public(server.task)), server.task.classes)
+
+    def downlink(self, server: Server) -> Message:
+        model = super().downlink(server) if self.average_weights else {}
+        return model | {"logits": server.state["logits"]}
+
+    def receive(self, client: Client) -> None:
+        if self.average_weights:
+            client.receive()
+        else:
+            client.flat.load(client.state.get("model", client.task.initial))
+        if self.digest == "first" and client.round > 1:
+            consensus = client.down["logits"]
+            training = LocalTraining(epochs=1, batch_size=256, optimizer=client.task.local.optimizer)
+            objective = Objective(base=lambda batch, out: F.l1_loss(out.logits, consensus[batch.ids]))
+            fit(client.flat, public(client.task), objective, training, lr=client.lr, order=client.rng("digest"))
+
+    def objective(self, client: Client) -> Objective:
+        if client.round == 1 or self.weight == 0 or self.digest == "first":
+            return Objective()
+        samples, consensus, rng = public(client.task), client.down["logits"], client.rng("public samples")
+        ids = torch.empty(0, dtype=torch.long)
+
+        def inputs(batch: Batch) -> Tensor:
+            nonlocal ids
+            ids = torch.randint(0, len(samples), (len(batch.y),), generator=rng)
+            return samples.x(ids)
+
+        def term(batch: Batch, out: Outputs) -> Tensor:
+            assert out.extra is not None
+            return self.weight * kl(consensus[ids], out.extra.logits)
+
+        return Objective(term=term, inputs=inputs)
+
+    def uplink(self, client: Client) -> Message:
+        weights = client.flat.read()
+        up = {}
+        if self.average_weights:
+            up = super().uplink(client)
+        else:
+            client.state["model"] = weights
+        return up | {"logits": predict(client.task, weights, public(client.task)).logits}
+
+    def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        consensus = RunningMean()
+
+        def collected() -> Iterator[Uplink]:
+            for up in uplinks:
+                consensus.add(up["logits"], 1)
+                yield up
+
+        if self.average_weights:
+            super().aggregate(server, collected())
+        else:
+            for _ in collected():
+                pass
+        server.state["logits"] = consensus.result()
+
+    def models(self, server: Server) -> dict[str, Tensor]:
+        return super().models(server) if self.average_weights else {}
+
+
+def public(task: Task) -> Samples:
+    """The public samples that `check` made sure of."""
+    assert task.proxy is not None
+    return task.proxy

@@ -1,0 +1,51 @@
+"""What methods share that work on the server after the average: `fedgkd+feddf` is one of them on top of FedGKD."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+from fedstill.core.errors import SettingError
+from fedstill.methods.base import Server, Uplink
+from fedstill.methods.modifier import Modifier
+from fedstill.train.task import Samples, Task
+
+
+@dataclass(frozen=True)
+class ServerSide(Modifier):
+    """Let the inner method aggregate, then improve `server.model` with all uplinks at hand.
+
+    On its own, the inner method is FedAvg.
+    """
+
+    uniform: Annotated[bool, "average the clients' weights uniformly, not by sample counts"] = False
+
+    needs_uplink_models: ClassVar[bool] = True
+
+    def check(self, task: Task) -> None:
+        if self.needs_uplink_models and "model" not in self.inner.wire(task).up:
+            raise SettingError(f"{self.name} needs the clients' models on the server, and here they do not send any")
+        if self.needs().proxy_data and task.proxy is None:
+            raise SettingError(f"{self.name} needs proxy data on the server: set proxy to a dataset, or proxy=pool")
+        super().check(task)
+
+    def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        kept: list[Uplink] = []
+
+        def passed_on() -> Iterator[Uplink]:
+            for up in uplinks:
+                kept.append(up)
+                yield replace(up, samples=1) if self.uniform else up
+
+        super().aggregate(server, passed_on())
+        self.improve(server, kept)
+
+    def improve(self, server: Server, uplinks: list[Uplink]) -> None:
+        """What the server does after the average."""
+        raise NotImplementedError
+
+    def proxy(self, server: Server) -> Samples:
+        """The unlabelled samples that `check` made sure of."""
+        assert server.task.proxy is not None
+        return server.task.proxy

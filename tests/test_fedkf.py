@@ -309,7 +309,7 @@ VARIANTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: ",".join(f"{k}={x}" for k, x in v.items()) or "paper")
 def test_every_clients_rounds_equal_algorithm_1_by_a_plain_loop(tmp_path: Path, variant: dict[str, Any]) -> None:
     settings = TINY | {"gamma": 2.0, "lambda1": 0.5, "lambda2": 0.7, "beta": 0.003} | variant
-    _, tape = taped("fedkf", rounds=4, out=tmp_path / "run", **settings)
+    _, tape = taped("fedkf", rounds=3, out=tmp_path / "run", **settings)
     setup, method = setup_of("fedkf", **settings), FedKF(**settings)
     generators: dict[int, PlainGenerator] = {}
     states: dict[int, dict[str, Any]] = {}
@@ -334,7 +334,7 @@ def test_every_clients_rounds_equal_algorithm_1_by_a_plain_loop(tmp_path: Path, 
     assert_rounding_only(first_time, once=0.1)
     assert_rounding_only(students, once=0.002)
     if not method.reset_generator:
-        assert len(returned) > 3, "some clients must have come back"
+        assert len(returned) > 1, "some clients must have come back"
         assert_rounding_only(returned, once=0.1)
     assert_same_tree(client_states(tmp_path / "run"), dict(sorted(states.items())))
 

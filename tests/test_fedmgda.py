@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -136,7 +137,7 @@ def test_a_run_with_epsilon_zero_steps_along_the_weighted_unit_updates(
 ) -> None:
     crossings = record_crossings(monkeypatch)
     run_small("fedmgda-plus", epsilon=0.0, eta=0.5, rounds=4)
-    for before, after in zip(crossings, crossings[1:], strict=False):
+    for before, after in pairwise(crossings):
         w_t = before.down["model"].double().numpy()
         g = w_t - np.array([up["model"].double().numpy() for up in before.up])
         g /= np.linalg.norm(g, axis=1, keepdims=True)

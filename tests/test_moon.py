@@ -175,13 +175,6 @@ def test_the_head_is_d_d_256_and_the_classifier_follows_it() -> None:
     assert sum(p.numel() for p in net.parameters()) == body + sum(i * o + o for i, o in layers), "no second classifier"
 
 
-def test_a_network_of_ones_own_does_not_keep_the_classifier_that_the_head_replaces() -> None:
-    own = nn.Sequential(nn.Flatten(), nn.Linear(256, 20), nn.ReLU(), nn.Linear(20, 10))
-    _, tape = taped("moon", model=own, rounds=1)
-    body, head = 256 * 20 + 20, (20 * 20 + 20) + (20 * 256 + 256) + (256 * 10 + 10)
-    assert len(tape[0].down["model"]) == body + head
-
-
 @pytest.mark.parametrize("buffer", [1, 3])
 def test_what_crosses_is_what_is_declared(buffer: int) -> None:
     _, tape = taped("moon", buffer=buffer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_a_run_on_images_follows_the_rule_from_what_crossed(
 ) -> None:
     crossings = record_crossings(monkeypatch)
     run_small("qffl", rounds=4, q=1.0, lr=0.02)
-    for before, after in zip(crossings, crossings[1:], strict=False):
+    for before, after in pairwise(crossings):
         w_t = before.down["model"].double().numpy()
         w = np.array([up["model"].double().numpy() for up in before.up])
         losses = np.array([float(up["loss"]) for up in before.up])
@@ -141,7 +142,7 @@ def test_a_run_ends_at_the_fair_optimum(ends: dict[float, Array], q: float) -> N
 
 def test_a_larger_q_makes_the_clients_losses_more_equal(ends: dict[float, Array]) -> None:
     losses = [PROBLEM.losses(ends[q]) for q in ROUNDS]
-    spread, worst, mean = ([float(f) for f in map(measure, losses)] for measure in (np.var, np.max, np.mean))
+    spread, worst, mean = ([f.var() for f in losses], [f.max() for f in losses], [f.mean() for f in losses])
     assert spread[0] > 1.3 * spread[1] > 1.5 * spread[2]
     assert worst[0] > worst[1] > worst[2]
     assert mean[0] < mean[1] < mean[2], "which is what it costs"

@@ -149,7 +149,7 @@ def test_clipping_holds_for_the_gradient_and_not_for_the_correction(monkeypatch:
             local = w
             for _ in range(PROBLEM.sizes[k]):
                 gradient = PROBLEM.gradient(k, local)
-                gradient = gradient * min(1.0, clip / (np.linalg.norm(gradient) + 1e-6))
+                gradient = gradient * np.minimum(1, clip / (np.linalg.norm(gradient) + 1e-6))
                 local = local - lr * gradient - lr * (c - c_k[k])
             np.testing.assert_allclose(up["model"], local, rtol=1e-5)
             c_k[k] += up["c_change"].numpy()

@@ -60,7 +60,7 @@ def test_after_50_random_rounds_the_mean_is_that_of_all_cached_models(tmp_path: 
             kept.replace(int(k), round_, torch.from_numpy(model), int(sizes[k]))
             latest[int(k)] = model.astype(np.float64)
         state = kept.state()
-        expected = direct_mean(latest, sizes, w0.astype(np.float64) if mode == "w0" else None)
+        expected = direct_mean(latest, sizes.astype(np.float64), w0.astype(np.float64) if mode == "w0" else None)
         np.testing.assert_allclose(kept.mean(torch.float64), expected, rtol=0, atol=1e-13)
     assert len(latest) == clients - 3
 
@@ -273,7 +273,7 @@ def test_a_client_whose_answer_is_dropped_keeps_its_older_model_in_the_mean(
 
 
 def test_t1_refuses_a_method_whose_clients_send_no_model(run_small: RunSmall) -> None:
-    with pytest.raises(fedstill.SettingError, match="t1 averages the clients' models.*do not send any"):
+    with pytest.raises(fedstill.SettingError, match=r"t1 averages the clients' models.*do not send any"):
         run_small("feddistill+t1", **QUICK)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,15 @@ import commandline
 import numpy as np
 import pytest
 import torch
-from byhand import Crossing, record_crossings
+from byhand import record_crossings
 from conftest import SMALL, RunSmall, numbers, weights
 from torch import Tensor
 
 import fedstill
 from fedstill.core.tree import Message
-from fedstill.experiment.api import Result
 from fedstill.experiment.config import resolve
 from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.setup import prepare
+from fedstill.experiment.setup import Setup, prepare
 from fedstill.methods import registry
 from fedstill.methods.base import Method, Part, Wire
 from fedstill.methods.feddyn import FedDyn
@@ -57,48 +55,13 @@ def settings(name: str) -> dict[str, Any]:
     )
 
 
-@dataclass(frozen=True)
-class Watched:
-    """A short run: what it says of itself, and what was seen."""
-
-    result: Result
-    crossings: list[Crossing]
-    method: Method
-    task: Task
-    wire: Wire
-
-
-@functools.cache
-def watched(name: str) -> Watched:
-    with pytest.MonkeyPatch.context() as patch:
-        crossings = record_crossings(patch)
-        result = fedstill.run(name, **settings(name))
+def declared(name: str) -> tuple[Setup, Wire]:
+    """A quick run ready to start, and what it says will cross."""
     setup = prepare(resolve(settings(name), {"method": name}))
-    return Watched(result, crossings, setup.method, setup.task, setup.method.wire(setup.task))
+    return setup, setup.method.wire(setup.task)
 
 
 # --- declared and sent ----------------------------------------------------------------------------------------------
-
-
-def check_message(message: Message, declared: dict[str, Part]) -> None:
-    required = {name for name, part in declared.items() if not part.optional}
-    assert required <= set(message) <= set(declared)
-    for name, tensor in message.items():
-        assert tuple(tensor.shape) == declared[name].shape, name
-        assert tensor.dtype == declared[name].dtype, name
-
-
-@pytest.mark.parametrize("name", [*NAMES, *WITH_T1])
-def test_what_crosses_is_what_is_declared(name: str) -> None:
-    seen = watched(name)
-    assert len(seen.crossings) == 3
-    for crossing in seen.crossings:
-        assert len(crossing.cohort) == len(crossing.up) == 3
-        check_message(crossing.down, seen.wire.down)
-        for message in crossing.up:
-            check_message(message, seen.wire.up)
-    sent = {part for crossing in seen.crossings for part in crossing.down}
-    assert sent == set(seen.wire.down), "whatever is declared crosses some time"
 
 
 def bytes_of(part: Part) -> int:
@@ -106,19 +69,32 @@ def bytes_of(part: Part) -> int:
     return int(np.prod(part.shape)) * itemsize
 
 
+def check_message(message: Message, parts: dict[str, Part]) -> None:
+    required = {name for name, part in parts.items() if not part.optional}
+    assert required <= set(message) <= set(parts)
+    for name, tensor in message.items():
+        assert tuple(tensor.shape) == parts[name].shape, name
+        assert tensor.dtype == parts[name].dtype, name
+
+
 @pytest.mark.parametrize("name", [*NAMES, *WITH_T1])
-def test_the_bytes_in_the_metrics_are_the_declared_ones_times_the_clients(name: str) -> None:
-    seen = watched(name)
-    assert all(part.nbytes == bytes_of(part) for part in [*seen.wire.down.values(), *seen.wire.up.values()])
-    up = sum(map(bytes_of, seen.wire.up.values()))
-    for crossing, record in zip(seen.crossings, seen.result.records, strict=True):
-        down = sum(bytes_of(seen.wire.down[part]) for part in crossing.down)
-        assert record["bytes_down"] == 3 * down
+def test_what_crosses_is_what_is_declared_and_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wire, crossings = declared(name)[1], record_crossings(monkeypatch)
+    result = fedstill.run(name, **settings(name))
+    up = sum(map(bytes_of, wire.up.values()))
+    for crossing, record in zip(crossings, result.records, strict=True):
+        assert len(crossing.cohort) == len(crossing.up) == record["clients"] == 3
+        check_message(crossing.down, wire.down)
+        for message in crossing.up:
+            check_message(message, wire.up)
+        assert record["bytes_down"] == 3 * sum(bytes_of(wire.down[part]) for part in crossing.down)
         assert record["bytes_up"] == 3 * up
-    last = seen.result.records[-1]
-    assert last["bytes_down"] == 3 * sum(map(bytes_of, seen.wire.down.values())), "by then nothing optional is missing"
+    whole = sum(map(bytes_of, wire.down.values()))
+    assert result.records[-1]["bytes_down"] == 3 * whole, "by then nothing optional is missing"
+    assert sum(part.nbytes for part in wire.down.values()) == whole, "what `fedstill methods` shows"
+    assert sum(part.nbytes for part in wire.up.values()) == up
     for way in ("bytes_down", "bytes_up"):
-        assert seen.result.summary[way] == sum(record[way] for record in seen.result.records)
+        assert result.summary[way] == sum(record[way] for record in result.records)
 
 
 # What goes down and up in numbers, by the papers; M is one model.
@@ -145,9 +121,10 @@ NUMBERS: dict[str, tuple[int, int]] = {
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_the_payload_is_the_papers(name: str) -> None:
-    seen = watched(name)
-    down, up = ({k: int(t.numel()) for k, t in m.items()} for m in (seen.crossings[-1].down, seen.crossings[-1].up[0]))
-    assert (sum(down.values()), sum(up.values())) == NUMBERS[name]
+    wire = declared(name)[1]
+    assert (
+        tuple(sum(int(np.prod(part.shape)) for part in way.values()) for way in (wire.down, wire.up)) == NUMBERS[name]
+    )
 
 
 def test_fedgkd_with_a_buffer_of_one_sends_one_model() -> None:
@@ -231,15 +208,14 @@ def test_what_the_tables_do_not_count_is_declared_all_the_same(name: str, word: 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_extra_information_is_declared_just_where_more_than_weights_goes_up(name: str) -> None:
-    seen = watched(name)
-    more = {part for crossing in seen.crossings for message in crossing.up for part in message} - {"model"}
-    assert bool(seen.method.needs().extra_information) == bool(more)
+    setup, wire = declared(name)
+    assert bool(setup.method.needs().extra_information) == bool(set(wire.up) - {"model"})
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_changed_model_is_declared_just_where_the_network_is_another(name: str) -> None:
-    seen = watched(name)
-    assert seen.method.needs().changed_model == (seen.task.size != M)
+    setup, _ = declared(name)
+    assert setup.method.needs().changed_model == (setup.task.size != M)
 
 
 def is_needy(name: str) -> bool:
@@ -251,7 +227,7 @@ def is_needy(name: str) -> bool:
 def test_a_run_without_what_a_method_needs_is_refused_in_words(name: str) -> None:
     """Those that need neither labels nor proxy data ran without, above."""
     without = {key: value for key, value in settings(name).items() if key not in ("pool", "proxy")}
-    with pytest.raises(fedstill.SettingError, match="needs .* samples|needs proxy data"):
+    with pytest.raises(fedstill.SettingError, match=r"needs .* samples|needs proxy data"):
         fedstill.run(name, **without)
 
 
@@ -289,12 +265,9 @@ def rows(table: str) -> dict[str, str]:
 
 
 def in_words(numbers: int, itemsize: int = 4) -> str:
-    size = float(numbers * itemsize)
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            break
-        size /= 1000
-    return f"{size:.3g} {unit}"
+    size = numbers * itemsize
+    power = (len(str(size)) - 1) // 3
+    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB')[power]}"
 
 
 def test_the_overview_shows_every_method_with_its_bytes() -> None:
@@ -368,7 +341,7 @@ def client_states(path: Path) -> dict[int, Any]:
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_client_state_survives_resume_after_every_round_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """Uninterrupted in one process, and stopped after each round with two workers: four rounds, other clients in each."""
+    """Uninterrupted in one process, and stopped after each round in two; the cohorts differ."""
     whole = fedstill.run(name, out=tmp_path / "whole", **(settings(name) | {"rounds": 4}))
     broken = tmp_path / "broken"
     last = fedstill.run(name, out=broken, **(settings(name) | {"rounds": 1, "engine": "process", "workers": 2}))

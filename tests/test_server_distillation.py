@@ -1,0 +1,302 @@
+"""The shared server stage, and what the methods on it reduce to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL, RunSmall, numbers, weights
+from torch.nn import functional as F
+
+import fedstill
+from fedstill.core.store import Store
+from fedstill.distill import stage
+from fedstill.distill.ensemble import diversity, label_weights
+from fedstill.distill.generators import ConditionalGenerator, ShrinkingGenerator, TransposedGenerator
+from fedstill.experiment.config import resolve
+from fedstill.experiment.setup import Setup, prepare
+from fedstill.methods import registry
+from fedstill.methods.base import Server, Uplink
+from fedstill.methods.dafkd import DaFKD, normalised
+from fedstill.methods.fedhyb import FedHyb
+from fedstill.train.evaluate import Outputs, predict
+from fedstill.train.loop import Loss
+
+POOL = {"pool": 0.2, "proxy": "pool"}
+SHORT: dict[str, dict[str, Any]] = {
+    "feddf": {"steps": 3},
+    "dafkd": {"batches": 2, "sample_batch": 8},
+    "fedhyb": {},
+    "fedgen": {"generator_steps": 3},
+    "fedftg": {"iterations": 1, "server_batch": 4},
+    "fedbe": {"server_epochs": 1, "samples": 2},
+    "fedmd": {},
+    "fedhkd": {},
+}
+
+
+def small_setup(method: str, **settings: Any) -> Setup:
+    return prepare(resolve({**SMALL, **POOL, "method": method, **settings}))
+
+
+def fed(setup: Setup, tmp_path: Path, clients: int = 3) -> tuple[Server, list[Uplink]]:
+    """A server in round 2, and what some clients answer to what it sends."""
+    server = Server(setup.task, setup.federation.sizes, Store(tmp_path / "server"), setup.pool())
+    setup.method.start(server)
+    server.round = 2
+    g = torch.Generator().manual_seed(5)
+    wire = setup.method.wire(setup.task)
+    ups = []
+    for k in range(clients):
+        message = {name: torch.rand(part.shape, generator=g).to(part.dtype) for name, part in wire.up.items()}
+        message["model"] = server.model + 0.05 * torch.randn(len(server.model), generator=g)
+        ups.append(Uplink(k, 10 + k, message))
+    return server, ups
+
+
+def targets_of(monkeypatch: pytest.MonkeyPatch, method: str) -> list[torch.Tensor]:
+    """The soft targets that a method's server stage is about to match."""
+    seen: list[torch.Tensor] = []
+
+    def noting(targets: torch.Tensor) -> Loss:
+        seen.append(targets)
+        return stage.match_probabilities(targets)
+
+    monkeypatch.setattr(f"fedstill.methods.{method}.match_probabilities", noting)
+    return seen
+
+
+OFF: list[tuple[str, dict[str, Any]]] = [
+    ("feddf", {"steps": 0}),
+    ("fedhyb", {"a": 0.0, "eta": 0.0, "nu": 0.0}),
+    ("fedbe", {"server_epochs": 0}),
+    ("fedftg", {"iterations": 0}),
+    ("fedgen", {"hyper": {"alpha": 0.0, "beta": 0.0}, "generator_steps": 1}),
+    ("fedmd", {"weight": 0.0}),
+    ("fedhkd", {"lambda": 0.0, "gamma": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("method", "off"), OFF, ids=[m for m, _ in OFF])
+def test_with_everything_off_it_is_fedavg_bit_for_bit(run_small: RunSmall, method: str, off: dict[str, Any]) -> None:
+    plain, switched = run_small("fedavg", **POOL), run_small(method, **POOL, **off)
+    assert torch.equal(weights(plain), weights(switched))
+    assert [r["accuracy"] for r in plain.records] == [r["accuracy"] for r in switched.records]
+
+
+@pytest.mark.parametrize("method", SHORT)
+def test_on_it_is_not_fedavg_and_has_the_same_bits_on_both_engines(run_small: RunSmall, method: str) -> None:
+    plain = run_small("fedavg", **POOL)
+    inline = run_small(method, **POOL, **SHORT[method])
+    processes = run_small(method, **POOL, **SHORT[method], engine="process", workers=2)
+    assert not torch.equal(weights(plain), weights(inline))
+    assert torch.equal(weights(inline), weights(processes))
+    assert numbers(inline) == numbers(processes)
+
+
+@pytest.mark.parametrize("method", ["dafkd", "fedgen", "fedftg", "fedhkd", "fedmd"])
+def test_state_survives_a_resume_after_every_round(run_small: RunSmall, tmp_path: Path, method: str) -> None:
+    whole = run_small(method, **POOL, **SHORT[method])
+    path = tmp_path / "run"
+    run_small(method, **POOL, **SHORT[method], rounds=1, out=path)
+    for rounds in (2, 3):
+        last = fedstill.resume(path, rounds=rounds)
+    assert torch.equal(weights(last), weights(whole))
+
+
+@pytest.mark.parametrize("method", ["feddf", "dafkd", "fedbe", "fedhyb"])
+def test_each_teacher_sees_each_server_sample_once_a_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    extra = {"clients_teach": True, "samples": 2, "server_epochs": 3} if method == "fedbe" else SHORT[method]
+    setup = small_setup(method, **extra)
+    server, ups = fed(setup, tmp_path)
+    asked: list[int] = []
+
+    def counting(task: Any, teacher: Any, samples: Any) -> Outputs:
+        asked.append(len(samples))
+        return predict(task, teacher, samples)
+
+    monkeypatch.setattr(stage, "predict", counting)
+    setup.method.aggregate(server, iter(ups))
+    teachers = len(ups) + (3 if method == "fedbe" else 0)
+    assert len(asked) == teachers
+    assert len(set(asked)) == 1
+
+
+def test_feddf_matches_the_softmax_of_the_mean_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = small_setup("feddf", steps=1)
+    server, ups = fed(setup, tmp_path)
+    assert setup.task.proxy is not None
+    logits = [predict(setup.task, up["model"], setup.task.proxy).logits.double().numpy() for up in ups]
+    mean = np.mean(logits, axis=0)
+    expected = np.exp(mean) / np.exp(mean).sum(1, keepdims=True)
+    seen = targets_of(monkeypatch, "feddf")
+    setup.method.aggregate(server, iter(ups))
+    np.testing.assert_allclose(seen[0].numpy(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_ensemble_weights_against_a_loop() -> None:
+    g = torch.Generator().manual_seed(0)
+    answers = [Outputs(torch.randn(4, 3, generator=g), torch.randn(4, 2, generator=g)) for _ in range(3)]
+    alpha = torch.rand(3, 4, generator=g)
+    found = stage.mean_probabilities(answers, normalised(alpha)).numpy()
+    for i in range(4):
+        total = sum(float(alpha[k, i]) for k in range(3))
+        expected = np.zeros(3)
+        for k in range(3):
+            z = answers[k].logits[i].double().numpy()
+            expected += float(alpha[k, i]) / total * np.exp(z) / np.exp(z).sum()
+        np.testing.assert_allclose(found[i], expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        stage.mean_features(answers).numpy(), np.mean([a.features.numpy() for a in answers], axis=0), rtol=1e-6
+    )
+
+
+def test_correlation_factors_sum_to_one_and_fall_back_to_uniform() -> None:
+    alpha = torch.tensor([[0.2, 0.0, 1.0], [0.6, 0.0, 0.0]])
+    found = normalised(alpha)
+    torch.testing.assert_close(found.sum(0), torch.ones(3))
+    torch.testing.assert_close(found[:, 0], torch.tensor([0.25, 0.75]))
+    torch.testing.assert_close(found[:, 1], torch.tensor([0.5, 0.5]))
+
+
+def test_a_constant_discriminator_gives_the_uniform_ensemble(tmp_path: Path) -> None:
+    models = {}
+    for variant in ("full", "no-correlation"):
+        setup = small_setup("dafkd", variant=variant, **SHORT["dafkd"])
+        server, ups = fed(setup, tmp_path)
+        for up in ups:
+            up["discriminator"].zero_()  # says 1/2 of everything
+        setup.method.aggregate(server, iter(ups))
+        models[variant] = server.model
+    torch.testing.assert_close(models["full"], models["no-correlation"], rtol=1e-5, atol=1e-6)
+
+
+def test_in_the_private_variant_no_discriminator_leaves_a_client(run_small: RunSmall) -> None:
+    setup = small_setup("dafkd", private=True, **SHORT["dafkd"])
+    assert sorted(setup.method.wire(setup.task).up) == ["generator", "model", "predictions"]
+    result = run_small("dafkd", **POOL, **SHORT["dafkd"], private=True)
+    assert result.summary["dropped"] == 0
+    assert not torch.equal(weights(result), weights(run_small("dafkd", **POOL, variant="no-distill")))
+
+
+def test_private_targets_are_the_correlation_weighted_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = small_setup("dafkd", private=True, **SHORT["dafkd"])
+    server, ups = fed(setup, tmp_path)
+    g = torch.Generator().manual_seed(1)
+    n, c = ups[0]["predictions"].shape
+    alphas = torch.rand(len(ups), n, generator=g)
+    soft = torch.randn(len(ups), n, c, generator=g).softmax(2)
+    for up, alpha, p in zip(ups, alphas, soft, strict=True):
+        up.message["predictions"] = alpha.unsqueeze(1) * p
+    seen = targets_of(monkeypatch, "dafkd")
+    setup.method.aggregate(server, iter(ups))
+    expected = (alphas.unsqueeze(2) * soft).sum(0) / alphas.sum(0).unsqueeze(1)
+    torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_trained_discriminators_approach_the_ratio_of_densities() -> None:
+    """Theorem 1 on two Gaussians: D_k(x) -> p_k(x) / (p_k(x) + p(x)), p what the generator draws from."""
+    g = torch.Generator().manual_seed(0)
+    n, p_k, p = 20000, (1.0, 1.0), (-1.0, 1.0)
+    real = p_k[0] + p_k[1] * torch.randn(n, 1, generator=g)
+    fake = p[0] + p[1] * torch.randn(n, 1, generator=g)
+    torch.manual_seed(0)
+    head = torch.nn.Linear(1, 1)  # of equal variances the log ratio is linear
+    opt = torch.optim.Adam(head.parameters(), lr=0.05)
+    for _ in range(400):
+        said = torch.cat([head(real), head(fake)]).squeeze(1)
+        loss = F.binary_cross_entropy_with_logits(said, torch.cat([torch.ones(n), torch.zeros(n)]))
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    x = torch.linspace(-3, 3, 13).unsqueeze(1)
+    density = [torch.exp(-((x - mean) ** 2) / (2 * sd**2)) / sd for mean, sd in (p_k, p)]
+    torch.testing.assert_close(head(x).sigmoid(), density[0] / (density[0] + density[1]), atol=0.02, rtol=0)
+
+
+def test_fedhyb_self_distillation_against_numpy() -> None:
+    g = torch.Generator().manual_seed(0)
+    teacher, student = torch.randn(5, 4, generator=g), torch.randn(5, 4, generator=g)
+    y = torch.tensor([0, 1, 2, 3, 0])
+    t, s = teacher.double().numpy(), student.double().numpy()
+    p = np.exp(t) / np.exp(t).sum(1, keepdims=True)
+    log_q = s - np.log(np.exp(s).sum(1, keepdims=True))
+    each = (p * (np.log(p) - log_q)).sum(1)
+    ce = -log_q[np.arange(5), y.numpy()]
+    assert float(FedHyb(variant="1").weighted(teacher, student, y)) == pytest.approx(each.mean(), rel=1e-5)
+    beta = 1 / (1 + np.exp(ce.mean()))
+    assert float(FedHyb().weighted(teacher, student, y)) == pytest.approx(beta * each.mean(), rel=1e-5)
+    by_sample = (each / (1 + np.exp(ce))).mean()
+    assert float(FedHyb(beta_per_sample=True).weighted(teacher, student, y)) == pytest.approx(by_sample, rel=1e-5)
+    student.requires_grad_()
+    loss = FedHyb().weighted(teacher, student, y)
+    (grad,) = torch.autograd.grad(loss, student)
+    q = np.exp(log_q)
+    np.testing.assert_allclose(grad.numpy(), beta * (q - p) / 5, rtol=1e-4, atol=1e-7)  # beta gets no gradient
+
+
+def test_label_weights_and_diversity_against_loops() -> None:
+    counts = torch.tensor([[3.0, 0.0, 1.0], [1.0, 0.0, 4.0]])
+    found = label_weights(counts)
+    torch.testing.assert_close(found, torch.tensor([[0.75, 0.5, 0.2], [0.25, 0.5, 0.8]]))
+    z, x = torch.rand(4, 3), torch.rand(4, 2, 2)
+    total = 0.0
+    for i in range(4):
+        for j in range(4):
+            total += float(((z[i] - z[j]) ** 2).mean()) * float((x[i] - x[j]).abs().mean())
+    assert float(diversity(z, x)) == pytest.approx(np.exp(-total / 16), rel=1e-5)
+
+
+def test_generators_have_the_published_sizes() -> None:
+    def count(net: torch.nn.Module) -> int:
+        return sum(p.numel() for p in net.parameters())
+
+    assert count(ConditionalGenerator((3, 32, 32), 10)) == 682_499
+    assert count(ShrinkingGenerator((1, 28, 28))) == 328_764
+    assert round(count(TransposedGenerator((3, 32, 32))) / 1e6, 2) == 1.07
+    for net, shape in ((ShrinkingGenerator((1, 28, 28)), (1, 28, 28)), (TransposedGenerator((3, 32, 32)), (3, 32, 32))):
+        made = net(torch.randn(4, 100))
+        assert made.shape == (4, *shape)
+        assert 0 <= made.min() <= made.max() <= 1
+
+
+def test_a_client_side_and_a_server_side_combine(run_small: RunSmall) -> None:
+    alone = run_small("fedgkd", **POOL, buffer=2, gamma=1.0)
+    both = run_small("fedgkd+feddf", **POOL, buffer=2, gamma=1.0, steps=0)
+    assert torch.equal(weights(alone), weights(both))
+    taught = run_small("fedhkd+dafkd", **POOL, **SHORT["dafkd"])
+    assert taught.summary["dropped"] == 0
+
+
+def test_generated_samples_for_fedhyb_come_from_dafkd(run_small: RunSmall) -> None:
+    result = run_small("dafkd+fedhyb", pool=0, source="generated", **SHORT["dafkd"])
+    assert result.summary["dropped"] == 0
+    with pytest.raises(fedstill.SettingError, match=r"dafkd\+fedhyb"):
+        run_small("fedhyb", source="generated")
+
+
+@pytest.mark.parametrize(
+    ("pair", "reason"),
+    [
+        ("feddf+fedprox", "client side"),
+        ("feddistill+feddf", "do not send any"),
+        ("fedavg+t2", "unknown"),
+    ],
+)
+def test_a_pair_that_cannot_work_says_why(run_small: RunSmall, pair: str, reason: str) -> None:
+    with pytest.raises(fedstill.SettingError, match=reason):
+        run_small(pair, **POOL)
+
+
+def test_settings_that_two_joined_methods_share_are_told_apart_by_id() -> None:
+    made = registry.make("dafkd+fedhyb", {"dafkd.server_lr": 0.5, "fedhyb.server_lr": 0.25})
+    assert isinstance(made, FedHyb)
+    assert isinstance(made.inner, DaFKD)
+    assert (made.inner.server_lr, made.server_lr) == (0.5, 0.25)
+    with pytest.raises(fedstill.SettingError, match="unknown setting"):
+        registry.make("dafkd+fedhyb", {"server_lr": 0.5})

@@ -1,0 +1,109 @@
+"""Sub-networks share the full network's weights and are what a narrow network would be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fedstill.core.errors import SettingError
+from fedstill.models import Stacked, build, names
+from fedstill.models.slim import check_sliceable, kept, slimmed
+
+
+def lenet_of(channels: tuple[int, int, int, int]) -> Stacked:
+    """LeNet-5 with other widths, built explicitly."""
+    c1, c2, c3, c4 = channels
+    body = nn.Sequential(
+        nn.Conv2d(1, c1, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(c1, c2, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(c2, c3, 5),
+        nn.ReLU(),
+        nn.Flatten(),
+    )
+    return Stacked(body, nn.Sequential(nn.Linear(c3, c4), nn.ReLU(), nn.Linear(c4, 10)), feature_dim=c3)
+
+
+def resnet_of(width: float, norm: str | int) -> nn.Module:
+    """ResNet-8 whose 16, 32 and 64 channels are those that a width keeps; only some widths are multiples of it."""
+    assert kept(32, width) == 2 * kept(16, width)
+    assert kept(64, width) == 4 * kept(16, width)
+    return build("resnet8", (3, 32, 32), 10, width=kept(16, width), norm=norm)
+
+
+def copy_first(narrow: nn.Module, full: nn.Module) -> None:
+    """The narrow network's weights: the first ones of the full network's, in every axis."""
+    with torch.no_grad():
+        for p, q in zip(narrow.parameters(), full.parameters(), strict=True):
+            p.copy_(q[tuple(slice(n) for n in p.shape)])
+
+
+@pytest.mark.parametrize("width", [0.8, 0.83, 0.5, 1.0])
+def test_a_sub_network_of_lenet_equals_the_narrow_network_with_the_same_weights(width: float) -> None:
+    full = build("lenet5", (1, 32, 32), 10)
+    narrow = lenet_of((kept(6, width), kept(16, width), kept(120, width), kept(84, width)))
+    copy_first(narrow, full)
+    x = torch.randn(5, 1, 32, 32)
+    with slimmed(full, width) as sub:
+        torch.testing.assert_close(sub(x), narrow(x))
+        torch.testing.assert_close(sub.features(x), narrow.features(x))
+
+
+@pytest.mark.parametrize("norm", ["batch", 4])
+def test_a_sub_network_of_resnet_equals_the_narrow_network_with_the_same_weights(norm: str | int) -> None:
+    full, narrow = build("resnet8", (3, 32, 32), 10, norm=norm), resnet_of(0.75, norm)
+    copy_first(narrow, full)
+    x = torch.randn(6, 3, 32, 32)
+    with slimmed(full, 0.75) as sub:
+        torch.testing.assert_close(sub(x), narrow.train()(x))
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_network_has_sub_networks_and_is_itself_again_afterwards(name: str) -> None:
+    net = build(name, (3, 32, 32), 10).eval()
+    check_sliceable(net)
+    x = torch.randn(3, 3, 32, 32)
+    before = net(x)
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    with slimmed(net, 0.83) as sub:
+        assert sub(x).shape == (3, 10)
+    assert torch.equal(net(x), before)
+    assert all(torch.equal(state[key], value) for key, value in net.state_dict().items()), "statistics untouched"
+
+
+def test_a_sub_network_shares_storage_and_its_gradient_is_the_full_networks() -> None:
+    net = build("lenet5", (1, 32, 32), 10)
+    first = next(m for m in net.modules() if isinstance(m, nn.Conv2d))
+    with slimmed(net, 0.5) as sub:
+        loss = sub(torch.randn(4, 1, 32, 32)).square().sum()
+        loss.backward()
+        before = sub(torch.ones(1, 1, 32, 32))
+        with torch.no_grad():
+            first.weight[0] += 1  # a channel that the sub-network keeps
+        assert not torch.equal(sub(torch.ones(1, 1, 32, 32)), before)
+        between = sub(torch.ones(1, 1, 32, 32))
+        with torch.no_grad():
+            first.weight[5] += 1  # one that it does not
+        assert torch.equal(sub(torch.ones(1, 1, 32, 32)), between)
+    assert first.weight.grad is not None
+    assert first.weight.grad[:3].abs().sum() > 0
+    assert first.weight.grad[3:].abs().sum() == 0
+
+
+def test_a_network_with_unknown_layers_is_refused_by_name() -> None:
+    odd = Stacked(nn.Sequential(nn.Flatten(), nn.Bilinear(4, 4, 2)), nn.Linear(2, 2), feature_dim=2)
+    with pytest.raises(SettingError, match=r"body\.1 is a Bilinear"):
+        check_sliceable(odd)
+
+
+def test_an_error_inside_leaves_the_network_whole() -> None:
+    net = build("lenet5", (1, 32, 32), 10)
+    x = torch.randn(2, 1, 32, 32)
+    before = net(x)
+    with pytest.raises(RuntimeError), slimmed(net, 0.5) as sub:
+        sub(torch.randn(2, 1, 5, 5))
+    assert torch.equal(net(x), before)

@@ -481,7 +481,8 @@ def aca_after(tape: list[Round]) -> Tensor:
 
 @pytest.mark.parametrize("cache_init", ["seen", "w0"])
 def test_student_and_teacher_are_the_means_over_active_and_over_all_clients(cache_init: str) -> None:
-    result, tape = taped("fedkf", rounds=6, participation=0.34, cache_init=cache_init, **TINY)
+    # averages do not depend on how clients learn: gamma = 0 is quick
+    result, tape = taped("fedkf", rounds=8, participation=0.34, cache_init=cache_init, gamma=0.0)
     w0 = tape[0].down["model"]
     assert torch.equal(tape[0].down["teacher"], w0)
     seen: set[int] = set()
@@ -506,7 +507,7 @@ def _classifier(module: nn.Module) -> Classifier:
 
 @pytest.mark.parametrize("cache_init", ["seen", "w0"])
 def test_full_participation_makes_the_two_means_equal(cache_init: str) -> None:
-    _, tape = taped("fedkf", participation=1.0, cache_init=cache_init, **TINY)
+    _, tape = taped("fedkf", rounds=5, participation=1.0, cache_init=cache_init, gamma=0.0)
     for crossed in tape:
         torch.testing.assert_close(crossed.down["teacher"], crossed.down["model"], rtol=1e-6, atol=1e-8)
 

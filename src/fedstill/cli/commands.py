@@ -102,20 +102,24 @@ def samples(directory: Path, clients: list[int], count: int, out: Path) -> None:
     _check_picture(out, "--out")
     run_directory = RunDirectory.open(directory, lock=False)
     setup = prepare(run_directory.config())
+    if any(not 0 <= client < setup.federation.clients for client in clients):
+        raise SettingError(f"--client: clients are 0 to {setup.federation.clients - 1}")
+
+    def pictures(state: Any) -> Any:
+        return setup.method.pictures(setup.task, state, count) if state else None
+
     made = {}
+    if not clients and (images := pictures(run_directory.server_state())) is not None:
+        made["server"] = images
     for client in clients or range(setup.federation.clients):
-        state = run_directory.client_store.latest(client)
-        images = setup.method.pictures(setup.task, state, count) if state else None
-        if images is not None:
+        if (images := pictures(run_directory.client_store.latest(client))) is not None:
             made[f"client {setup.federation.client_names[client]}"] = images
         elif clients:
-            raise SettingError(
-                f"client {client} has no generator in {directory}: it was not active, or the method has none"
-            )
+            raise SettingError(f"client {client} has no generator here: it was never active, or the method has none")
         if not clients and len(made) == 4:
             break
     if not made:
-        raise SettingError(f"no client has a generator in {directory}; methods with one are: fedkf")
+        raise SettingError(f"there is no generator in {directory}; methods with one are fedkf and dafkd")
     gallery(made, out, title=f"{setup.config.method} on {setup.config.data}")
     _say(f"picture: {out}")
 

@@ -178,12 +178,12 @@ def show(
 
 @app.command(rich_help_panel="Look")
 def samples(
-    directory: Annotated[Path, typer.Argument(help="The directory of a run whose clients have generators.")],
+    directory: Annotated[Path, typer.Argument(help="The directory of a run of a method with a generator.")],
     client: Annotated[list[int] | None, typer.Option(help="Which client; can be repeated. [the first four]")] = None,
     count: Annotated[int, typer.Option(help="Images of each.", min=1)] = 32,
     out: Annotated[Path, typer.Option(help="The picture: PNG, SVG or PDF.")] = Path("samples.png"),
 ) -> None:
-    """Draw what clients' generators make, for example after 'fedstill run fedkf'."""
+    """Draw what generators make, the clients' or the server's, for example after 'fedstill run fedkf'."""
     _commands().samples(directory, client or [], count, out)
 
 

@@ -133,6 +133,11 @@ class RunDirectory:
         self._undo_after(0)
         return None
 
+    def server_state(self) -> Tree:
+        """What the method kept on the server at the newest checkpoint; empty if there is none. Changes nothing."""
+        rounds = self._checkpoint_rounds()
+        return tree.decode(self._checkpoint_path(rounds[-1]).read_bytes())["state"] if rounds else {}
+
     def _check_nothing_done(self) -> None:
         """Refuse to start anew, and so to forget its rounds, in a directory that lost its checkpoints."""
         done = max((r["round"] for r in self.records()), default=0)

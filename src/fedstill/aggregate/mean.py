@@ -38,11 +38,17 @@ class RunningMean:
         return (self._sum / self.total).to(self._dtype)
 
 
-def relax(start: Tensor, mean: Tensor, rho: float) -> Tensor:
-    """start + rho (mean - start), and exactly the mean at rho = 1."""
+def relax(start: Tensor, mean: Tensor, rho: float, trainable: int) -> Tensor:
+    """start + rho (mean - start) in the trainable weights, the mean in the buffers; exactly the mean at rho = 1.
+
+    Buffers are statistics: to step beyond their mean could make a variance negative.
+    """
     if rho == 1:
         return mean
-    return (start.double() + rho * (mean.double() - start.double())).to(mean.dtype)
+    moved = mean.clone()
+    w, target = start[:trainable].double(), mean[:trainable].double()
+    moved[:trainable] = (w + rho * (target - w)).to(mean.dtype)
+    return moved
 
 
 def weighted_mean(pairs: Iterable[tuple[Tensor, float]]) -> Tensor:

@@ -236,8 +236,19 @@ def _config(method: str, flags: Flags, assignments: list[str]) -> Config:
 def _known_to(method: str, methods: list[str], assignments: list[str]) -> list[str]:
     """The assignments without those that belong to another of the compared methods only."""
     own = {m: {p.name for p in registry.hyper_parameters(m)} for m in methods}
-    others = set().union(*(own[m] for m in methods if m != method)) - own[method] - set(Config.model_fields)
-    return [a for a in assignments if a.partition("=")[0] not in others]
+    known = []
+    for assignment in assignments:
+        key = assignment.partition("=")[0]
+        name = key.removeprefix("hyper.")
+        owners = [m for m in methods if name in own[m]]
+        if key in Config.model_fields and owners and len(owners) < len(methods):
+            raise SettingError(
+                f"--set {key}: {owners[0]} has a setting of that name, and so has the run; "
+                f"write --set hyper.{key} for the method's, or use the flag or a file for the run's"
+            )
+        if method in owners or not owners:
+            known.append(assignment)
+    return known
 
 
 def _parts(parts: dict[str, Part]) -> str:

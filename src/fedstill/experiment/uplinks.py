@@ -22,10 +22,11 @@ def fault(message: Tree, declared: dict[str, Part]) -> str | None:
     """What is wrong with a message, or None."""
     if not isinstance(message, dict):
         return f"it is a {type(message).__name__}, not a dict of named tensors"
-    if set(message) != set(declared):
+    required = {name for name, part in declared.items() if not part.optional}
+    if not required <= set(message) <= set(declared):
         return f"it holds {sorted(message)}, declared is {sorted(declared)}"
-    for name, part in declared.items():
-        tensor = message[name]
+    for name, tensor in message.items():
+        part = declared[name]
         if not isinstance(tensor, Tensor) or tensor.dtype != part.dtype:
             return f"{name} is not a tensor of {part.dtype}"
         if tuple(tensor.shape) != part.shape:

@@ -125,6 +125,11 @@ class Method:
     def check(self, task: Task) -> None:
         """Refuse, with a SettingError, a task that the method cannot do."""
 
+    @property
+    def averages_all_clients(self) -> bool:
+        """Whether the model is already the mean of every client's latest one, active or not."""
+        return False
+
     def network(self, net: Classifier) -> Classifier:
         """The network this method trains, given the user's."""
         return net

@@ -46,6 +46,10 @@ class FedKF(FedAvg):
     ie_normalised: Annotated[bool, "information entropy divided by log C and shifted into 0..1"] = True
     activation_mean: Annotated[bool, "mean of the absolute features instead of their sum"] = True
 
+    @property
+    def averages_all_clients(self) -> bool:
+        return self.t1
+
     def check(self, task: Task) -> None:
         check_image_shape(task.dataset.shape)
 
@@ -71,7 +75,7 @@ class FedKF(FedAvg):
 
         def cached() -> Iterator[Uplink]:
             for up in uplinks:
-                cache.replace(up.client, server.round, up["model"], up.samples)
+                cache.replace(up.client, server.round, up["model"], int(server.sizes[up.client]))
                 yield up
 
         super().aggregate(server, cached())

@@ -52,7 +52,7 @@ class FedNova(FedAvg):
             mean.add(up["model"], up.samples / a)
             n += up.samples
             sum_a += up.samples * a
-        server.model = relax(server.model, mean.result(), (sum_a / n) * (mean.total / n))
+        server.model = relax(server.model, mean.result(), (sum_a / n) * (mean.total / n), server.task.trainable)
 
 
 def normalised_steps(tau: int, rho: float) -> float:

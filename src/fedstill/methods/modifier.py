@@ -30,6 +30,10 @@ class Modifier(Method):
     def global_model(self) -> bool:
         return self.inner.global_model
 
+    @property
+    def averages_all_clients(self) -> bool:
+        return self.inner.averages_all_clients
+
     def check(self, task: Task) -> None:
         self.inner.check(task)
 

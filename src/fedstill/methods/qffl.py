@@ -47,11 +47,12 @@ class QFFL(FedAvg):
         D_k = (w_t - w_k)/lr, u_k = F_k^q D_k, h_k = q F_k^(q-1) ||D_k||^2 + F_k^q/lr. Multiplied through by lr this
         is a step of rho from w_t towards the mean of the w_k weighted by F_k^q, and at q = 0 the plain mean itself.
         """
-        lr, w_t = server.task.local.lr_at(server.round), server.model.double()
+        lr, trainable = server.task.local.lr_at(server.round), server.task.trainable
+        w_t = server.model[:trainable].double()
         mean, h = RunningMean(), 0.0
         for up in uplinks:
             loss = float(up["loss"]) + 1e-10
-            distance = float((w_t - up["model"]).square().sum())  # lr^2 ||D_k||^2
+            distance = float((w_t - up["model"][:trainable]).square().sum())  # lr^2 ||D_k||^2
             mean.add(up["model"], loss**self.q)
             h += self.q * loss ** (self.q - 1) * distance / lr + loss**self.q
-        server.model = relax(server.model, mean.result(), mean.total / h)
+        server.model = relax(server.model, mean.result(), mean.total / h, trainable)

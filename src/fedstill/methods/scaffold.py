@@ -15,7 +15,7 @@ from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.train.client import Client
-from fedstill.train.loop import Objective
+from fedstill.train.loop import Batch, Objective
 from fedstill.train.task import Task
 
 
@@ -46,8 +46,13 @@ class SCAFFOLD(FedAvg):
 
     def objective(self, client: Client) -> Objective:
         c = client.down["c"]
-        correction = c - client.state.get("c", torch.zeros_like(c))
-        return Objective(gradient=lambda w: correction)
+        correction = client.lr * (c - client.state.get("c", torch.zeros_like(c)))
+        w = client.flat.vector[: len(c)]
+
+        def after(batch: Batch) -> None:  # a step of its own, so that clipping does not touch it
+            w.sub_(correction)
+
+        return Objective(after=after)
 
     def uplink(self, client: Client) -> Message:
         up, c = super().uplink(client), client.down["c"]
@@ -62,5 +67,5 @@ class SCAFFOLD(FedAvg):
         for up in uplinks:
             models.add(up["model"], 1)
             change += up["c_change"]
-        server.model = relax(server.model, models.result(), self.server_lr)
+        server.model = relax(server.model, models.result(), self.server_lr, server.task.trainable)
         server.state["c"] = (server.state["c"] + change / server.clients).to(server.state["c"].dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from fedstill.core.errors import SettingError
 from fedstill.methods.base import Server, Uplink
@@ -21,14 +21,12 @@ class ServerSide(Modifier):
 
     uniform: Annotated[bool, "average the clients' weights uniformly, not by sample counts"] = False
 
-    needs_uplink_models: ClassVar[bool] = True
-
     def check(self, task: Task) -> None:
-        if self.needs_uplink_models and "model" not in self.inner.wire(task).up:
-            raise SettingError(f"{self.name} needs the clients' models on the server, and here they do not send any")
         if self.needs().proxy_data and task.proxy is None:
             raise SettingError(f"{self.name} needs proxy data on the server: set proxy to a dataset, or proxy=pool")
         super().check(task)
+        if "model" not in self.inner.wire(task).up:
+            raise SettingError(f"{self.name} needs the clients' models on the server, and here they do not send any")
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         kept: list[Uplink] = []

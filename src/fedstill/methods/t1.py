@@ -27,9 +27,15 @@ class T1(Modifier):
     cache_init: Annotated[CacheInit, "clients never active: left out (seen), or with the initial weights (w0)"] = "seen"
 
     def check(self, task: Task) -> None:
+        super().check(task)
+        if self.inner.averages_all_clients:
+            raise SettingError("t1 is in this method already")
         if "model" not in self.inner.wire(task).up:
             raise SettingError("t1 averages the clients' models, and with this method they do not send any")
-        super().check(task)
+
+    @property
+    def averages_all_clients(self) -> bool:
+        return True
 
     def start(self, server: Server) -> None:
         server.state[_STATE] = LatestMean.start(server.store, server.model, server.sizes, self.cache_init).state()
@@ -40,7 +46,7 @@ class T1(Modifier):
 
         def remembered() -> Iterator[Uplink]:
             for up in uplinks:
-                latest.replace(up.client, server.round, up["model"], up.samples)
+                latest.replace(up.client, server.round, up["model"], int(server.sizes[up.client]))
                 yield up
 
         super().aggregate(server, remembered())

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import SMALL, RunSmall, weights
 
 import fedstill
-from conftest import SMALL, RunSmall, weights
 
 ROOT = Path(__file__).parent.parent
 

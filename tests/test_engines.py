@@ -178,7 +178,7 @@ def test_work_that_always_kills_its_worker_ends_with_a_reason(run_small: RunSmal
 def test_no_worker_outlives_the_engine(tmp_path: Path) -> None:
     setup = prepare(resolve({**SMALL, "clients": 4}))
     worker = Worker(setup.task, setup.federation, setup.method, RunDirectory(tmp_path).client_store)
-    server = Server(setup.task, 4, RunDirectory(tmp_path).server_store)
+    server = Server(setup.task, setup.federation.sizes, RunDirectory(tmp_path).server_store)
     with Processes(worker, 2) as engine:
         answers = engine.run([Train(k, 1) for k in range(4)], {"model": server.model})
         next(answers)

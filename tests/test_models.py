@@ -157,7 +157,7 @@ def test_gradients_reach_every_parameter_also_through_a_gradient(name: str) -> N
     x = torch.randn(4, *RGB, requires_grad=True)
     loss = F.cross_entropy(network(x), torch.tensor([0, 1, 2, 3]))
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-    (loss + slope.square().sum()).backward()  # type: ignore[no-untyped-call]
+    (loss + slope.square().sum()).backward()
     gradients = {key: p.grad for key, p in network.named_parameters()}
     assert [key for key, grad in gradients.items() if grad is None or not grad.any()] == []
     assert [key for key, grad in gradients.items() if grad is None or not grad.isfinite().all()] == []
@@ -350,13 +350,13 @@ def test_copy_of_a_wrapped_module_looks_at_its_own_weights(module: nn.Module) ->
     assert torch.equal(network(x), before)
     assert not torch.allclose(twin.features(x), features_before)
     torch.testing.assert_close(twin.head(twin.features(x)), twin(x))
-    twin.features(x).sum().backward()  # type: ignore[no-untyped-call]
+    twin.features(x).sum().backward()
     assert all(p.grad is None for p in network.parameters())
 
 
 def test_gradients_flow_through_tapped_features() -> None:
     module = Nested()
-    as_classifier(module).features(torch.randn(4, 6)).square().sum().backward()  # type: ignore[no-untyped-call]
+    as_classifier(module).features(torch.randn(4, 6)).square().sum().backward()
     assert module.first.weight.grad is not None
     assert module.first.weight.grad.any()
 

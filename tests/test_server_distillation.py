@@ -20,6 +20,8 @@ from fedstill.experiment.config import resolve
 from fedstill.experiment.setup import Setup, prepare
 from fedstill.methods import registry
 from fedstill.methods.base import Server, Uplink
+from fedstill.methods.ccvr import pooled
+from fedstill.methods.creff import CReFF, flat, unflat
 from fedstill.methods.dafkd import DaFKD, normalised
 from fedstill.methods.fedhyb import FedHyb
 from fedstill.train.evaluate import Outputs, predict
@@ -35,6 +37,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "fedbe": {"server_epochs": 1, "samples": 2},
     "fedmd": {},
     "fedhkd": {},
+    "creff": {"match_steps": 2, "retrain_epochs": 5, "features": 4, "draws": 2},
 }
 
 
@@ -97,7 +100,7 @@ def test_on_it_is_not_fedavg_and_has_the_same_bits_on_both_engines(run_small: Ru
     assert numbers(inline) == numbers(processes)
 
 
-@pytest.mark.parametrize("method", ["dafkd", "fedgen", "fedftg", "fedhkd", "fedmd"])
+@pytest.mark.parametrize("method", ["dafkd", "fedgen", "fedftg", "fedhkd", "fedmd", "creff"])
 def test_state_survives_a_resume_after_every_round(run_small: RunSmall, tmp_path: Path, method: str) -> None:
     whole = run_small(method, **POOL, **SHORT[method])
     path = tmp_path / "run"
@@ -300,3 +303,70 @@ def test_settings_that_two_joined_methods_share_are_told_apart_by_id() -> None:
     assert (made.inner.server_lr, made.server_lr) == (0.5, 0.25)
     with pytest.raises(fedstill.SettingError, match="unknown setting"):
         registry.make("dafkd+fedhyb", {"server_lr": 0.5})
+
+
+def test_ccvr_pools_to_the_covariance_of_all_samples() -> None:
+    g = torch.Generator().manual_seed(0)
+    shares = [torch.randn(n, 3, generator=g, dtype=torch.float64) + k for k, n in enumerate((5, 1, 9))]
+    ups = []
+    for k, x in enumerate(shares):
+        covariance = torch.cov(x.T) if len(x) > 1 else torch.zeros(3, 3, dtype=torch.float64)
+        message = {
+            "counts": torch.tensor([float(len(x))], dtype=torch.float64),
+            "means": x.mean(0, keepdim=True),
+            "covariances": covariance.unsqueeze(0),
+        }
+        ups.append(Uplink(k, len(x), message))
+    n, mean, covariance = pooled(iter(ups))
+    everything = torch.cat(shares).numpy()
+    assert n.tolist() == [15]
+    np.testing.assert_allclose(mean[0].numpy(), everything.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(covariance[0].numpy(), np.cov(everything.T), rtol=1e-10)
+
+
+def test_ccvr_changes_the_classifier_alone_and_only_at_the_end(run_small: RunSmall) -> None:
+    plain, calibrated = run_small("fedavg", lr=0.2), run_small("fedavg+ccvr", lr=0.2)
+    assert numbers(plain) == numbers(calibrated)
+    before, after = plain.model.state_dict(), calibrated.model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"head.weight", "head.bias"}
+    assert calibrated.summary["concluded"]["loss"] < plain.records[-1]["loss"]
+    twice = run_small("fedavg+ccvr", lr=0.2, engine="process", workers=2)
+    assert torch.equal(weights(twice), weights(calibrated))
+
+
+def test_creff_matches_gradients_and_retrains_a_classifier() -> None:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(5, 3)
+    method = CReFF(features=8, match_steps=150, match_lr=1.0, retrain_epochs=200, retrain_lr=0.5)
+    centres = 3 * torch.eye(3, 5)
+    real = []
+    for c in range(3):
+        loss = F.cross_entropy(head(centres[c] + 0.1 * torch.randn(50, 5)), torch.full((50,), c))
+        real.append(flat(torch.autograd.grad(loss, list(head.parameters()))))
+    start = torch.randn(3, 8, 5)
+
+    def distance(features: torch.Tensor) -> float:
+        total = 0.0
+        for c in range(3):
+            loss = F.cross_entropy(head(features[c]), torch.full((8,), c))
+            found = torch.autograd.grad(loss, list(head.parameters()))
+            for a, b in zip(found, unflat(real[c], found), strict=True):
+                rows = zip(a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1]), strict=True)
+                total += sum(float(1 - u @ v / (u.norm() * v.norm())) for u, v in rows)
+        return total
+
+    learnt = method.match(head, start, torch.stack(real), [0, 1, 2])
+    assert distance(learnt) < 0.2 * distance(start)
+    torch.manual_seed(1)
+    fresh = torch.nn.Linear(5, 3)
+    method.retrain(fresh, learnt)
+    assert (fresh(centres).argmax(1) == torch.arange(3)).all()
+
+
+def test_creff_evaluates_the_re_trained_classifier_on_the_averaged_body(run_small: RunSmall) -> None:
+    plain, result = run_small("fedavg"), run_small("creff", **SHORT["creff"])
+    before, after = plain.model.state_dict(), result.model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"head.weight", "head.bias"}
+    assert result.summary["also"]["before re-training"]["final_accuracy"] == plain.summary["final_accuracy"]

@@ -170,11 +170,11 @@ def trained(start: Tensor, client: int, round_: int, extra: Extra | None = None,
     return net
 
 
-def assert_same_network(actual: Tensor, expected: Classifier, *, head: bool = False, atol: float = 2e-6) -> None:
+def assert_same_network(actual: Tensor, expected: Classifier, *, head: bool = False, atol: float = 1e-5) -> None:
     """A weight vector holds this network, to the rounding of float32."""
     found = network(actual, head=head).state_dict()
     for name, tensor in expected.state_dict().items():
-        torch.testing.assert_close(found[name], tensor, rtol=2e-4, atol=atol)
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=atol)
 
 
 class Headed(fedstill.FedAvg):

@@ -210,7 +210,11 @@ def results_table(summaries: Mapping[str, Record]) -> Table:
             f"{moved:.1f}",
             f"{s['seconds'] + s['eval_seconds']:.1f}",
         )
-        for variant, values in s.get("also", {}).items():
+        also = s.get("also", {})
+        if concluded := s.get("concluded"):
+            numbers = {f"final_{key}": value for key, value in concluded.items() if value is not None}
+            also = {"after the last exchange": numbers} | also
+        for variant, values in also.items():
             shown.add_row(
                 f"  {variant}",
                 "",

@@ -22,14 +22,14 @@ from fedstill.core import tree
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import Message, Tree
 from fedstill.engine.base import Engine
-from fedstill.engine.worker import Request, Score, Train, Worker
+from fedstill.engine.worker import Conclude, Request, Score, Train, Worker
 
 # Forked workers start at once, see the data without copying, and need nothing to be importable: a method or
 # network typed into a notebook works. Where a system cannot fork, they are spawned.
 _CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 _QUEUED = 2  # requests a worker may hold, so that it never waits for the next
 _DEATHS_ALLOWED = 3
-_REQUESTS: dict[str, type[Train] | type[Score]] = {"Train": Train, "Score": Score}
+_REQUESTS: dict[str, type[Request]] = {kind.__name__: kind for kind in (Train, Conclude, Score)}
 
 
 @dataclass

@@ -29,6 +29,14 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Conclude:
+    """Ask a client for its last words on the final model."""
+
+    client: int
+    round: int
+
+
+@dataclass(frozen=True)
 class Score:
     """Ask for loss and prediction on samples start to stop of the global test set or of all local test sets."""
 
@@ -37,7 +45,7 @@ class Score:
     stop: int
 
 
-Request = Train | Score
+Request = Train | Conclude | Score
 
 
 @dataclass(frozen=True)
@@ -53,11 +61,15 @@ class Worker:
         """Do what is asked with what the server sent. The answer is data, ready for any wire."""
         if isinstance(request, Score):
             return score(self.task, down["model"], *self._stored(request))
-        return self._train(request, down)
+        client = self._client(request, down)
+        if isinstance(request, Conclude):
+            client.receive()
+            return {"samples": len(client.data), "message": self.method.last_words(client), "metrics": {}}
+        return self._train(client, request)
 
-    def _train(self, request: Train, down: Message) -> dict[str, Any]:
+    def _client(self, request: Train | Conclude, down: Message) -> Client:
         dataset, index = self.task.dataset, torch.from_numpy(self.federation.train(request.client))
-        client = Client(
+        return Client(
             self.task,
             request.client,
             request.round,
@@ -65,6 +77,8 @@ class Worker:
             down,
             read_state=lambda: self.store.read(request.client, before=request.round) or {},
         )
+
+    def _train(self, client: Client, request: Train) -> dict[str, Any]:
         message = self.method.local(client)
         diverged = isinstance(message, dict) and first_not_finite(message)
         if client.touched_state and not diverged:  # a client that diverged keeps what it had

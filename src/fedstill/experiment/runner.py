@@ -24,7 +24,7 @@ from fedstill.core.tree import nbytes
 from fedstill.data.federation import Federation
 from fedstill.engine.base import Engine, Inline
 from fedstill.engine.process import Processes
-from fedstill.engine.worker import Score, Source, Train, Worker
+from fedstill.engine.worker import Conclude, Score, Source, Train, Worker
 from fedstill.experiment.rundir import Record, RunDirectory, to_json
 from fedstill.experiment.setup import Setup
 from fedstill.experiment.uplinks import Checked
@@ -107,9 +107,14 @@ class Run:
                 if round_ % config.checkpoint_every == 0 or round_ == config.rounds:
                     self._checkpoint()
                 self.listener.round_done(record)
+            if self.setup.method.concludes:
+                self._conclude(engine)
+                evaluation = None
             if evaluation is None and self.setup.method.global_model:
                 evaluation = self._evaluate(engine, self.model())
         summary = self._summary()
+        if self.setup.method.concludes and evaluation is not None:
+            summary["concluded"] = evaluation.record()
         self._write_results(summary, evaluation)
         log.info("finished")
         return summary
@@ -155,6 +160,15 @@ class Run:
         if others:
             record["also"] = {name: evaluation.record() for name, evaluation in others}
         return record, main
+
+    def _conclude(self, engine: Engine) -> None:
+        """Ask every client that has data once more."""
+        method, config = self.setup.method, self.setup.config
+        clients = np.flatnonzero(self.setup.federation.sizes).tolist()
+        answers = engine.run([Conclude(k, config.rounds + 1) for k in clients], {"model": self.model()})
+        declared = method.wire(self.setup.task).last
+        uplinks = Checked(clients, answers, declared, least=config.min_clients, tick=lambda: None)
+        method.conclude(self.server, iter(uplinks))
 
     def _models(self) -> dict[str, Tensor]:
         return self.setup.method.models(self.server)

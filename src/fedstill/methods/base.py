@@ -10,7 +10,7 @@ all four; another method overrides the answers that differ.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -43,10 +43,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Wire:
-    """Everything that crosses between the server and one client in one round."""
+    """Everything that crosses between the server and one client in one round, and once after the last."""
 
     down: dict[str, Part]
     up: dict[str, Part]
+    last: dict[str, Part] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,19 @@ class Method:
     def models(self, server: Server) -> dict[str, Tensor]:
         """The models to evaluate. The first is the model: the one that is saved and headlines the results."""
         return {"model": server.model}
+
+    @property
+    def concludes(self) -> bool:
+        """Whether every client is asked once more after the last round, with `client.net` at the final model."""
+        return False
+
+    def last_words(self, client: Client) -> Message:
+        """What a client says then."""
+        raise NotImplementedError
+
+    def conclude(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        """What the server makes of it; `models` then gives the result."""
+        raise NotImplementedError
 
     def pictures(self, task: Task, state: dict[str, Any], count: int) -> Tensor | None:
         """What a client's generator makes, as (N, C, H, W) with values in 0..1; None: it has no generator."""

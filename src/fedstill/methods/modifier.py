@@ -67,5 +67,15 @@ class Modifier(Method):
     def models(self, server: Server) -> dict[str, Tensor]:
         return self.inner.models(server)
 
+    @property
+    def concludes(self) -> bool:
+        return self.inner.concludes
+
+    def last_words(self, client: Client) -> Message:
+        return self.inner.last_words(client)
+
+    def conclude(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        self.inner.conclude(server, uplinks)
+
     def pictures(self, task: Task, state: dict[str, Any], count: int) -> Tensor | None:
         return self.inner.pictures(task, state, count)

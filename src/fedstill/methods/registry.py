@@ -37,8 +37,9 @@ _METHODS = {
     "fedbe": "fedbe:FedBE",
     "fedmd": "fedmd:FedMD",
     "fedhkd": "fedhkd:FedHKD",
+    "creff": "creff:CReFF",
 }
-_MODIFIERS = {"t1": "t1:T1"}
+_MODIFIERS = {"t1": "t1:T1", "ccvr": "ccvr:CCVR"}
 
 
 def names() -> list[str]:

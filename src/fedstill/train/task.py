@@ -60,9 +60,9 @@ class Task:
         """The weights that every run with this seed starts from."""
         return self.build().read()
 
-    def build(self) -> FlatNet:
-        """A network with the initial weights, which depend on the seed alone."""
-        return self.seeded("initial weights", lambda: FlatNet(self.make_network()))
+    def build(self, purpose: str = "initial weights") -> FlatNet:
+        """A network with weights drawn for a purpose: by default those that the run starts from."""
+        return self.seeded(purpose, lambda: FlatNet(self.make_network()))
 
     def seeded(self, purpose: str, make: Callable[[], FlatNet]) -> FlatNet:
         """A network whose own random initialisation depends on the seed and the purpose alone."""

@@ -1,0 +1,116 @@
+"""CCVR: Luo et al., "No fear of heterogeneity: classifier calibration for federated learning …", 2021."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedstill.core.errors import SettingError
+from fedstill.core.tree import Message
+from fedstill.methods.base import Part, Server, Uplink, Wire
+from fedstill.methods.modifier import Modifier
+from fedstill.train.client import Client
+from fedstill.train.evaluate import load_for_evaluation, predict
+from fedstill.train.task import Task, classifier
+
+_STATE = "ccvr"
+
+
+@dataclass(frozen=True)
+class CCVR(Modifier):
+    """After the last round, train the classifier again on features drawn from each class's Gaussian."""
+
+    name: ClassVar[str] = "ccvr"
+    paper: ClassVar[str] = "Luo et al. 2021"
+    extra_information: ClassVar[str] = "mean, covariance and number of each class's features, once"
+
+    virtual: Annotated[int, Ge(1), "features drawn of each class"] = 200
+    calibration_epochs: Annotated[int, Ge(0), "epochs over them"] = 10
+    calibration_lr: Annotated[float, Gt(0), "learning rate of the classifier (SGD)"] = 0.01
+    calibration_batch: Annotated[int, Ge(1), "batch size"] = 32
+
+    def check(self, task: Task) -> None:
+        super().check(task)
+        if not self.inner.global_model:
+            raise SettingError("ccvr calibrates the global model, and with this method there is none")
+        if self.inner.concludes:
+            raise SettingError("ccvr can be joined once")
+
+    def wire(self, task: Task) -> Wire:
+        c, d = task.classes, task.feature_dim
+        last = {
+            "means": Part((c, d), "mean feature of each class", torch.float64),
+            "covariances": Part((c, d, d), "covariance of each class's features", torch.float64),
+            "counts": Part((c,), "samples of each class", torch.float64),
+        }
+        return replace(super().wire(task), last=last)
+
+    @property
+    def concludes(self) -> bool:
+        return True
+
+    def last_words(self, client: Client) -> Message:
+        features = predict(client.task, client.down["model"], client.data).features.double()
+        classes, d = client.task.classes, features.shape[1]
+        means, covariances = torch.zeros(classes, d).double(), torch.zeros(classes, d, d).double()
+        counts = torch.bincount(client.data.y, minlength=classes).double()
+        for c in range(classes):
+            own = features[client.data.y == c]
+            if len(own):
+                means[c] = own.mean(0)
+            if len(own) > 1:
+                covariances[c] = torch.cov(own.T).view(d, d)  # unbiased
+        return {"means": means, "covariances": covariances, "counts": counts}
+
+    def conclude(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        counts, means, covariances = pooled(uplinks)
+        rng = server.rng("virtual features")
+        features, labels = [], []
+        for c in torch.nonzero(counts > 1).flatten().tolist():
+            spread = torch.linalg.cholesky(covariances[c] + 1e-6 * torch.eye(len(means[c]), dtype=torch.float64))
+            noise = torch.randn(self.virtual, len(means[c]), generator=rng, dtype=torch.float64)
+            features.append(means[c] + noise @ spread.T)
+            labels.append(torch.full((self.virtual,), c))
+        model = next(iter(super().models(server).values()))
+        dtype = server.task.dtype
+        server.state[_STATE] = self.calibrate(server, model, torch.cat(features).to(dtype), torch.cat(labels))
+
+    def calibrate(self, server: Server, model: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """The model with its classifier trained on these features; the rest stays."""
+        net = load_for_evaluation(server.task, model, "calibrated")
+        head = classifier(net).head
+        sgd = torch.optim.SGD(head.parameters(), lr=self.calibration_lr, fused=True)
+        order = server.rng("calibration")
+        for _ in range(self.calibration_epochs):
+            for ids in torch.split(torch.randperm(len(y), generator=order), self.calibration_batch):
+                sgd.zero_grad()
+                F.cross_entropy(head(x[ids]), y[ids]).backward()
+                sgd.step()
+        return net.read()
+
+    def models(self, server: Server) -> dict[str, Tensor]:
+        plain = super().models(server)
+        return {"with CCVR": server.state[_STATE], **plain} if _STATE in server.state else plain
+
+
+def pooled(uplinks: Iterator[Uplink]) -> tuple[Tensor, Tensor, Tensor]:
+    """Counts, means and unbiased covariances of each class over all clients' samples, from theirs.
+
+    cov = sum_k (n_k - 1)/(n - 1) S_k + sum_k n_k/(n - 1) m_k m_k^T - n/(n - 1) m m^T
+    """
+    n, first, second = torch.zeros(()), torch.zeros(()), torch.zeros(())
+    for up in uplinks:
+        n_k, m_k, s_k = up["counts"], up["means"], up["covariances"]
+        n = n + n_k
+        first = first + n_k.unsqueeze(1) * m_k
+        outer = m_k.unsqueeze(2) * m_k.unsqueeze(1)
+        second = second + (n_k - 1).clamp(min=0).view(-1, 1, 1) * s_k + n_k.view(-1, 1, 1) * outer
+    mean = first / n.clamp(min=1).unsqueeze(1)
+    centred = second - n.view(-1, 1, 1) * mean.unsqueeze(2) * mean.unsqueeze(1)
+    return n, mean, centred / (n - 1).clamp(min=1).view(-1, 1, 1)

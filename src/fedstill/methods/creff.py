@@ -1,0 +1,149 @@
+"""CReFF: Shang et al., "Federated learning on heterogeneous and long-tailed data via classifier re-training", 2022."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedstill.core.tree import Message
+from fedstill.methods.base import Part, Server, Uplink, Wire
+from fedstill.methods.server_side import ServerSide
+from fedstill.train.client import Client
+from fedstill.train.evaluate import load_for_evaluation, predict
+from fedstill.train.task import Task, classifier
+
+
+@dataclass(frozen=True)
+class CReFF(ServerSide):
+    """The classifier is trained again on features that give the clients' gradients, class by class."""
+
+    name: ClassVar[str] = "creff"
+    paper: ClassVar[str] = "Shang et al. 2022"
+    extra_information: ClassVar[str] = "gradient of the classifier for each class, and which classes it has"
+
+    features: Annotated[int, Ge(1), "synthetic features of each class"] = 100
+    match_steps: Annotated[int, Ge(0), "steps of matching gradients a round"] = 100
+    match_lr: Annotated[float, Gt(0), "learning rate of the features (SGD)"] = 0.1
+    retrain_epochs: Annotated[int, Ge(1), "steps of training a new classifier on them"] = 300
+    retrain_lr: Annotated[float, Gt(0), "its learning rate (SGD)"] = 0.01
+    draws: Annotated[int, Ge(1), "batches that a class's gradient is the mean of"] = 10
+    draw_size: Annotated[int, Ge(1), "samples in each"] = 32
+
+    def wire(self, task: Task) -> Wire:
+        inner, size = super().wire(task), len(read_head(task, task.initial))
+        gradients = {
+            "gradients": Part((task.classes, size), "gradient of the classifier for each class", task.dtype),
+            "known": Part((task.classes,), "which classes it has"),
+        }
+        return Wire(inner.down | {"head": Part((size,), "re-trained classifier", task.dtype)}, inner.up | gradients)
+
+    def start(self, server: Server) -> None:
+        super().start(server)
+        task, rng = server.task, server.rng("synthetic features")
+        server.state["synthetic"] = torch.randn(task.classes, self.features, task.feature_dim, generator=rng)
+        server.state["head"] = read_head(task, server.model)
+
+    def downlink(self, server: Server) -> Message:
+        return super().downlink(server) | {"head": server.state["head"]}
+
+    def uplink(self, client: Client) -> Message:
+        """The trained model, and gradients of the re-trained classifier on the features of the model that was sent."""
+        up, task = super().uplink(client), client.task
+        features = predict(task, client.down["model"], client.data).features
+        head = loaded_head(task, client.down["model"], client.down["head"])
+        gradients, known = torch.zeros(task.classes, len(client.down["head"])), torch.zeros(task.classes)
+        rng = client.rng("gradient draws")
+        for c in client.data.y.unique().tolist():
+            own = features[client.data.y == c]
+            known[c] = 1
+            for _ in range(self.draws):
+                batch = own[torch.randint(len(own), (self.draw_size,), generator=rng)]
+                loss = F.cross_entropy(head(batch), torch.full((self.draw_size,), c))
+                gradients[c] += flat(torch.autograd.grad(loss, list(head.parameters()))) / self.draws
+        return up | {"gradients": gradients, "known": known}
+
+    def improve(self, server: Server, uplinks: list[Uplink]) -> None:
+        task = server.task
+        known = torch.stack([up["known"] for up in uplinks]).sum(0)  # clients that have each class
+        sums = torch.stack([up["gradients"] * up["known"].unsqueeze(1) for up in uplinks]).sum(0)
+        real = sums / known.clamp(min=1).unsqueeze(1)
+        head = loaded_head(task, server.model, server.state["head"])
+        present = torch.nonzero(known).flatten().tolist()
+        server.state["synthetic"] = self.match(head, server.state["synthetic"], real, present)
+        fresh = task.build("fresh classifier")
+        server.state["head"] = self.retrain(classifier(fresh).head, server.state["synthetic"])
+
+    def match(self, head: nn.Module, start: Tensor, real: Tensor, present: list[int]) -> Tensor:
+        """Features whose gradients point where the clients' do, for each class that was present."""
+        synthetic, params = start.clone().requires_grad_(), list(head.parameters())
+        sgd = torch.optim.SGD([synthetic], lr=self.match_lr)
+        for _ in range(self.match_steps):
+            total = torch.zeros(())
+            for c in present:
+                loss = F.cross_entropy(head(synthetic[c]), torch.full((self.features,), c))
+                found = torch.autograd.grad(loss, params, create_graph=True)
+                total = total + gradient_distance(found, unflat(real[c], params))
+            (synthetic.grad,) = torch.autograd.grad(total, [synthetic])
+            sgd.step()
+        return synthetic.detach()
+
+    def retrain(self, head: nn.Module, synthetic: Tensor) -> Tensor:
+        """A fresh classifier, trained on the synthetic features of all classes."""
+        x, y = synthetic.flatten(0, 1), torch.arange(len(synthetic)).repeat_interleave(self.features)
+        sgd = torch.optim.SGD(head.parameters(), lr=self.retrain_lr, fused=True)
+        for _ in range(self.retrain_epochs):
+            sgd.zero_grad()
+            F.cross_entropy(head(x), y).backward()
+            sgd.step()
+        return flat([p.detach() for p in head.parameters()])
+
+    def models(self, server: Server) -> dict[str, Tensor]:
+        plain = super().models(server)
+        model = plain.pop("model")
+        net = load_for_evaluation(server.task, model, "re-trained")
+        write_head(classifier(net).head, server.state["head"])
+        return {"re-trained": net.read(), "before re-training": model, **plain}
+
+
+def gradient_distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
+    """Sum over the outputs of every layer of 1 - cos of the two gradients of its weights."""
+    total = torch.zeros(())
+    for a, b in zip(found, wanted, strict=True):
+        rows = (a.view(1, -1), b.view(1, -1)) if a.dim() == 1 else (a.flatten(1), b.flatten(1))
+        total = total + (1 - F.cosine_similarity(*rows, dim=1)).sum()
+    return total
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def unflat(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = torch.split(vector, [p.numel() for p in like])
+    return [part.view(p.shape) for part, p in zip(parts, like, strict=True)]
+
+
+def write_head(head: nn.Module, weights: Tensor) -> None:
+    params = list(head.parameters())
+    with torch.no_grad():
+        for p, part in zip(params, unflat(weights, params), strict=True):
+            p.copy_(part)
+
+
+def read_head(task: Task, model: Tensor) -> Tensor:
+    """The classifier's weights in a model."""
+    net = load_for_evaluation(task, model, "re-trained")
+    return flat([p.detach() for p in classifier(net).head.parameters()])
+
+
+def loaded_head(task: Task, model: Tensor, weights: Tensor) -> nn.Module:
+    """A classifier with these weights."""
+    head = classifier(load_for_evaluation(task, model, "re-trained")).head
+    write_head(head, weights)
+    return head

@@ -352,7 +352,8 @@ def test_a_generators_adam_goes_on_where_it_stopped() -> None:
         method.local(client)
         state, before = kept(client), dict(generator.named)
         client_update(down["model"], teacher, generator, 3, round_, method)
-        assert generator_distance(generator_weights(state), generator.named, before) < 0.25
+        off = generator_distance(generator_weights(state), generator.named, before)
+        assert off < 0.25, f"round {round_}"
 
 
 def test_the_generator_does_not_learn_from_the_student() -> None:
@@ -450,8 +451,8 @@ def test_with_gamma_zero_every_student_is_fedavgs() -> None:
 
 
 def test_noise_leaves_the_order_of_batches_alone() -> None:
-    _, plain = taped("fedavg")
-    _, kf = taped("fedkf", gamma=1e-9, **TINY)
+    _, plain = taped("fedavg", rounds=2)
+    _, kf = taped("fedkf", rounds=2, gamma=1e-9, **TINY)
     for a, b in zip(plain, kf, strict=True):
         for k, up in a.up.items():
             torch.testing.assert_close(b.up[k]["model"], up["model"], rtol=1e-3, atol=1e-5)
@@ -513,7 +514,7 @@ def test_full_participation_makes_the_two_means_equal(cache_init: str) -> None:
 
 
 def test_without_t1_one_model_is_sent_and_it_is_the_model() -> None:
-    result, tape = taped("fedkf", t1=False, rounds=4, **TINY)
+    result, tape = taped("fedkf", t1=False, rounds=4, gamma=0.0)
     for t in range(1, len(tape)):
         assert set(tape[t].down) == {"model"}
         torch.testing.assert_close(tape[t].down["model"].double(), aca_after(tape[:t]), rtol=1e-6, atol=1e-8)
@@ -521,7 +522,7 @@ def test_without_t1_one_model_is_sent_and_it_is_the_model() -> None:
     assert "also" not in result.records[-1]
 
 
-@pytest.mark.parametrize(("variant", "copies"), [({}, 2), ({"t1": False}, 1), ({"cache_init": "w0"}, 2)])
+@pytest.mark.parametrize(("variant", "copies"), [({}, 2), ({"t1": False}, 1)])
 def test_what_crosses_is_what_is_declared(variant: dict[str, Any], copies: int) -> None:
     result, tape = taped("fedkf", **TINY, **variant)
     assert_as_declared("fedkf", tape, **TINY, **variant)
@@ -537,18 +538,18 @@ def test_what_crosses_is_what_is_declared(variant: dict[str, Any], copies: int) 
 
 
 def test_resumed_after_every_round_gives_the_same_bits(run_small: RunSmall, tmp_path: Path) -> None:
-    settings = TINY | {"cache_init": "w0", "rounds": 4, "lr": LR}
+    settings = TINY | {"cache_init": "w0", "rounds": 3, "lr": LR}
     whole = run_small("fedkf", out=tmp_path / "whole", **settings)
     broken = resumed_after_every_round("fedkf", tmp_path / "broken", **settings)
     assert torch.equal(weights(broken), weights(whole))
     assert numbers(broken) == numbers(whole)
     states = client_states(tmp_path / "whole")
-    assert len(states) > 3
+    assert len(states) > 3, "in the two rounds with a teacher"
     assert_same_tree(client_states(tmp_path / "broken"), states)
 
 
 def test_same_bits_in_worker_processes(run_small: RunSmall, tmp_path: Path) -> None:
-    settings = TINY | {"rounds": 3, "participation": 0.67}
+    settings = TINY | {"rounds": 3}
     inline = run_small("fedkf", out=tmp_path / "inline", **settings)
     process = run_small("fedkf", out=tmp_path / "process", engine="process", workers=2, **settings)
     assert torch.equal(weights(inline), weights(process))
@@ -557,7 +558,7 @@ def test_same_bits_in_worker_processes(run_small: RunSmall, tmp_path: Path) -> N
 
 
 def test_every_client_has_a_generator_of_its_own(run_small: RunSmall, tmp_path: Path) -> None:
-    run_small("fedkf", out=tmp_path / "run", participation=1.0, rounds=3, **TINY)
+    run_small("fedkf", out=tmp_path / "run", participation=1.0, rounds=2, **TINY)
     states = client_states(tmp_path / "run")
     assert len(states) == SMALL["clients"]
     made = {tuple(state["generator"][:50].tolist()) for state in states.values()}

@@ -29,7 +29,7 @@ from fedstill.methods.server_side import ServerSide
 from fedstill.models.base import Classifier
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, predict
-from fedstill.train.loop import Batch, Objective, steps_of
+from fedstill.train.loop import Batch, Objective, descend, steps_of
 from fedstill.train.task import LocalTraining, Samples, Task, classifier
 
 Variant = Literal["full", "no-sharing", "no-correlation", "no-distill"]
@@ -145,9 +145,7 @@ class DaFKD(ServerSide):
             if active():
                 made = self.make(task, max(2, len(batch.y)), noise)
                 loss = -F.logsigmoid(judge(made, client.net.features(made))).mean()
-                for p, grad in zip(generator.params, torch.autograd.grad(loss, generator.params), strict=True):
-                    p.grad = grad
-                adam.step()
+                descend(loss, generator.params, adam)
             step += 1
 
         return inner + Objective(term=term, inputs=inputs, after=after, modules=(judge,))

@@ -64,9 +64,12 @@ class FedDistillPlus(FedAvg):
         return Objective(term=term)
 
     def uplink(self, client: Client) -> Message:
+        return super().uplink(client) | self.class_logits(client)
+
+    def class_logits(self, client: Client) -> Message:
+        """The mean logits of each class over all local steps."""
         sums, counts = client.notes["sums"], client.notes["counts"]
-        logits = sums / counts.clamp(min=1).unsqueeze(1)
-        return super().uplink(client) | {"logits": logits, "known": (counts > 0).float()}
+        return {"logits": sums / counts.clamp(min=1).unsqueeze(1), "known": (counts > 0).float()}
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         sums = torch.zeros_like(server.state["logits"], dtype=torch.float64)
@@ -112,7 +115,7 @@ class FedDistill(FedDistillPlus):
 
     def uplink(self, client: Client) -> Message:
         client.state["model"] = client.flat.read()
-        return _without_model(super().uplink(client))
+        return self.class_logits(client)
 
     def average(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         for _ in uplinks:

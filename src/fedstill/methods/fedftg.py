@@ -16,6 +16,7 @@ from fedstill.distill.generators import ConditionalGenerator, check_image_shape
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.client import Client
+from fedstill.train.loop import descend
 from fedstill.train.losses import soft_kl
 from fedstill.train.task import Task, classifier
 
@@ -78,9 +79,7 @@ class FedFTG(ServerSide):
                 known = (weight[y] * F.cross_entropy(taught, y, reduction="none")).mean()
                 spread = diversity(z, made) / len(teachers)
                 loss = -differ + self.lambda_cls * known + self.lambda_dis * spread
-                for p, grad in zip(generator.params, torch.autograd.grad(loss, generator.params), strict=True):
-                    p.grad = grad
-                adam.step()
+                descend(loss, generator.params, adam)
             with torch.no_grad():
                 made = generator.module(z, y)
                 soft = torch.stack([teacher(made).softmax(1) for teacher in teachers])

@@ -18,7 +18,7 @@ from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs
-from fedstill.train.loop import Batch, Objective, optimizer_state, restore_optimizer
+from fedstill.train.loop import Batch, Objective, descend, optimizer_state, restore_optimizer
 from fedstill.train.losses import kl
 from fedstill.train.task import Task
 
@@ -108,9 +108,7 @@ class FedGen(ServerSide):
             for teacher, weight in zip(teachers, weights, strict=True):
                 each = F.cross_entropy(teacher.head(made), y, reduction="none")
                 loss = loss + (weight[y] * each).mean()
-            for p, grad in zip(generator.params, torch.autograd.grad(loss, generator.params), strict=True):
-                p.grad = grad
-            adam.step()
+            descend(loss, generator.params, adam)
         server.state |= {"generator": generator.read(), "generator optimizer": optimizer_state(adam)}
 
     def generator(self, task: Task) -> FlatNet:

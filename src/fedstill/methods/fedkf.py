@@ -20,7 +20,7 @@ from fedstill.methods.base import Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, load_for_evaluation, outputs
-from fedstill.train.loop import Batch, Objective, optimizer_state, restore_optimizer
+from fedstill.train.loop import Batch, Objective, descend, optimizer_state, restore_optimizer
 from fedstill.train.losses import kl
 from fedstill.train.task import Task, classifier
 
@@ -112,10 +112,10 @@ class FedKF(FedAvg):
         def generator_step(pictures: Tensor, taught: Outputs) -> None:
             loss = self.generator_loss(taught)
             if self.gen_adversarial:
+                client.net.eval()  # only its own steps may move the student's statistics
                 loss = loss - self.gamma * kl(taught.logits, client.net(pictures))
-            for p, grad in zip(generator.params, torch.autograd.grad(loss, generator.params), strict=True):
-                p.grad = grad
-            adam.step()
+                client.net.train()
+            descend(loss, generator.params, adam)
 
         def inputs(batch: Batch) -> Tensor:
             nonlocal pictures, taught

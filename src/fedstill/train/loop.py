@@ -6,9 +6,9 @@ A method never writes its own: it says what is added to the cross-entropy (`Obje
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -206,8 +206,26 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> Tree:
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: Tree) -> None:
     """Give an optimiser back what `optimizer_state` kept."""
-    fresh = optimizer.state_dict()
-    optimizer.load_state_dict(fresh | {"state": {int(place): memory for place, memory in state.items()}})
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    memories = {
+        int(place): {name: _laid_out(value, params[int(place)]) for name, value in memory.items()}
+        for place, memory in state.items()
+    }
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": memories})
+
+
+def descend(loss: Tensor, params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """One step on these parameters; whatever else the loss depends on gets no gradient."""
+    for p, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+        p.grad = _laid_out(grad, p)
+    optimizer.step()
+
+
+def _laid_out(value: Any, like: Tensor) -> Any:
+    """A tensor in the memory layout of a parameter, which fused optimisers rely on without looking."""
+    if not isinstance(value, Tensor) or value.shape != like.shape or value.stride() == like.stride():
+        return value
+    return torch.empty_like(like).copy_(value)
 
 
 def batches(data: Samples, local: LocalTraining, order: torch.Generator, *, no_single: bool = False) -> Iterator[Batch]:

@@ -134,7 +134,7 @@ def test_a_clients_round_equals_a_plain_loop_with_the_papers_loss(regulariser: s
 
 @pytest.mark.parametrize("buffer", [2, 4])
 def test_the_teacher_is_the_mean_of_the_last_global_models(buffer: int) -> None:
-    _, tape = taped("fedgkd", buffer=buffer, rounds=7)
+    _, tape = taped("fedgkd", buffer=buffer, rounds=6)
     made = [crossed.down["model"] for crossed in tape[1:]]  # w_1, w_2, …: what rounds 1, 2, … made
     for t, crossed in enumerate(tape[1:], start=1):
         last = made[max(0, t - buffer) : t]
@@ -145,7 +145,7 @@ def test_the_teacher_is_the_mean_of_the_last_global_models(buffer: int) -> None:
 
 def test_there_is_no_teacher_in_the_first_round() -> None:
     _, plain = taped("fedavg", rounds=1)
-    for settings in ({"buffer": 5}, {"buffer": 1}, {"regulariser": "mse"}):
+    for settings in ({"buffer": 5}, {"buffer": 1, "regulariser": "mse"}):
         _, taught = taped("fedgkd", rounds=1, gamma=50.0, **settings)
         for k, up in plain[0].up.items():
             assert torch.equal(taught[0].up[k]["model"], up["model"])
@@ -310,10 +310,8 @@ def test_a_fedgkd_plus_round_equals_a_plain_loop() -> None:
     [
         ("fedgkd", {"buffer": 1}, [1, 1, 1, 1]),
         ("fedgkd", {"buffer": 5}, [2, 2, 2, 2]),
-        ("fedgkd-plus", {"buffer": 1}, [1, 1, 1, 1]),
         ("fedgkd-plus", {"buffer": 2}, [2, 2, 2, 2]),
         ("fedgkd-vote", {"buffer": 1, "pool": 0.1}, [1, 1, 1, 1]),
-        ("fedgkd-vote", {"buffer": 2, "pool": 0.1}, [1, 1, 2, 2]),
         ("fedgkd-vote", {"buffer": 3, "pool": 0.1}, [1, 1, 2, 3]),
     ],
 )
@@ -331,7 +329,7 @@ def test_what_crosses_is_what_is_declared(method: str, settings: dict[str, Any],
 def test_resumed_after_every_round_gives_the_same_bits(
     run_small: RunSmall, tmp_path: Path, method: str, settings: dict[str, Any]
 ) -> None:
-    settings = settings | {"buffer": 2, "rounds": 4, "lr": LR}
+    settings = settings | {"buffer": 2, "rounds": 3, "lr": LR}
     whole = run_small(method, **settings)
     broken = resumed_after_every_round(method, tmp_path / "run", **settings)
     assert torch.equal(weights(broken), weights(whole))

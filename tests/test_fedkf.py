@@ -606,3 +606,9 @@ def test_the_papers_settings_are_the_defaults() -> None:
     assert (method.z_dim, method.width, method.cache_init, method.t1) == (100, 128, "seen", True)
     assert (method.gen_first, method.reset_generator, method.gen_adversarial) == (True, False, False)
     assert (method.ie_normalised, method.activation_mean) == (True, True)
+
+
+def test_fedkf_refuses_a_network_that_shows_no_features(run_small: RunSmall) -> None:
+    silent = nn.Sequential(nn.Flatten(), nn.Linear(256, 10), nn.LogSoftmax(dim=1))
+    with pytest.raises(fedstill.SettingError, match="penultimate features"):
+        run_small("fedkf", model=silent, **TINY)

@@ -16,7 +16,7 @@ from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.modifier import Modifier
 from fedstill.train.client import Client
-from fedstill.train.evaluate import load_for_evaluation, predict
+from fedstill.train.evaluate import load_for_evaluation, predict, require_features
 from fedstill.train.task import Task, classifier
 
 _STATE = "ccvr"
@@ -37,6 +37,7 @@ class CCVR(Modifier):
 
     def check(self, task: Task) -> None:
         super().check(task)
+        require_features(task, "ccvr")
         if not self.inner.global_model:
             raise SettingError("ccvr calibrates the global model, and with this method there is none")
         if self.inner.concludes:

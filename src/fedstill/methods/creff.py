@@ -15,7 +15,7 @@ from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.client import Client
-from fedstill.train.evaluate import load_for_evaluation, predict
+from fedstill.train.evaluate import load_for_evaluation, predict, require_features
 from fedstill.train.task import Task, classifier
 
 
@@ -34,6 +34,10 @@ class CReFF(ServerSide):
     retrain_lr: Annotated[float, Gt(0), "its learning rate (SGD)"] = 0.01
     draws: Annotated[int, Ge(1), "batches that a class's gradient is the mean of"] = 10
     draw_size: Annotated[int, Ge(1), "samples in each"] = 32
+
+    def check(self, task: Task) -> None:
+        super().check(task)
+        require_features(task, "creff")
 
     def wire(self, task: Task) -> Wire:
         inner, size = super().wire(task), len(read_head(task, task.initial))

@@ -28,7 +28,7 @@ from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.server_side import ServerSide
 from fedstill.models.base import Classifier
 from fedstill.train.client import Client
-from fedstill.train.evaluate import Outputs, predict
+from fedstill.train.evaluate import Outputs, predict, require_features
 from fedstill.train.loop import Batch, Objective, descend, steps_of
 from fedstill.train.task import LocalTraining, Samples, Task, classifier
 
@@ -74,6 +74,7 @@ class DaFKD(ServerSide):
 
     def check(self, task: Task) -> None:
         check_image_shape(task.dataset.shape)
+        require_features(task, "dafkd")
         if self.private and self.variant == "no-correlation":
             raise SettingError(
                 "dafkd: private sends predictions weighted by the discriminator; no-correlation has none"

@@ -17,7 +17,7 @@ from fedstill.distill.generators import FeatureGenerator
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.client import Client
-from fedstill.train.evaluate import Outputs
+from fedstill.train.evaluate import Outputs, require_features
 from fedstill.train.loop import Batch, Objective, descend, optimizer_state, restore_optimizer
 from fedstill.train.losses import kl
 from fedstill.train.task import Task
@@ -42,6 +42,10 @@ class FedGen(ServerSide):
     generator_decay: Annotated[float, Ge(0), "weight decay of the generator"] = 1e-2
     generator_steps: Annotated[int, Ge(0), "steps of the generator a round"] = 50
     generator_batch: Annotated[int, Ge(2), "batch size of the generator, and of what clients generate"] = 32
+
+    def check(self, task: Task) -> None:
+        super().check(task)
+        require_features(task, "fedgen")
 
     def wire(self, task: Task) -> Wire:
         inner = super().wire(task)

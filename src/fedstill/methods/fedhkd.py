@@ -15,7 +15,7 @@ from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.train.client import Client
-from fedstill.train.evaluate import EVAL_BATCH, Outputs, outputs
+from fedstill.train.evaluate import EVAL_BATCH, Outputs, outputs, require_features
 from fedstill.train.loop import Batch, Objective
 from fedstill.train.losses import soft_kl
 from fedstill.train.task import Task
@@ -33,6 +33,9 @@ class FedHKD(FedAvg):
     gamma: Annotated[float, Ge(0), "weight of the features"] = 0.05
     T: Annotated[float, Gt(0), "temperature of the soft predictions"] = 0.5
     noise: Annotated[float, Ge(0), "standard deviation of the noise that clients add to mean features"] = 0.0
+
+    def check(self, task: Task) -> None:
+        require_features(task, "fedhkd")
 
     def wire(self, task: Task) -> Wire:
         plain, classes = super().wire(task), task.classes

@@ -19,7 +19,7 @@ from fedstill.distill.generators import ImageGenerator, check_image_shape, to_in
 from fedstill.methods.base import Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.train.client import Client
-from fedstill.train.evaluate import Outputs, load_for_evaluation, outputs
+from fedstill.train.evaluate import Outputs, load_for_evaluation, outputs, require_features
 from fedstill.train.loop import Batch, Objective, descend, optimizer_state, restore_optimizer
 from fedstill.train.losses import kl
 from fedstill.train.task import Task, classifier
@@ -52,6 +52,7 @@ class FedKF(FedAvg):
 
     def check(self, task: Task) -> None:
         check_image_shape(task.dataset.shape)
+        require_features(task, "fedkf")
 
     # --- server -------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedstill.core.errors import SettingError
 from fedstill.core.weights import FlatNet
 from fedstill.models.base import Classifier
 from fedstill.train.task import Samples, Task, classifier
@@ -32,6 +33,17 @@ class Outputs:
 def outputs(module: Classifier, x: Tensor) -> Outputs:
     """Logits and penultimate features in one pass."""
     return Outputs(*module.both(x))
+
+
+@torch.no_grad()
+def require_features(task: Task, who: str) -> None:
+    """Refuse a network that does not show its penultimate features, for a method that works on them."""
+    net = classifier(task.nets.get("student")).eval()
+    if outputs(net, task.dataset.normalise(task.dataset.train.x[:2])).features.shape[1] == 0:
+        raise SettingError(
+            f"{who} works on the network's penultimate features, and this one shows none: it must end in a Linear "
+            "layer, or derive from fedstill.Classifier"
+        )
 
 
 def load_for_evaluation(task: Task, vector: Tensor, role: str = "teacher") -> FlatNet:

@@ -338,8 +338,10 @@ def test_a_bad_update_is_dropped_logged_and_counted_and_the_others_are_averaged_
 def test_too_few_good_clients_stop_the_run_and_its_checkpoint_is_kept(
     faulty: Path, tmp_path: Path, bad: int, needed: int, good: int
 ) -> None:
+    file = tmp_path / "faulty.py"
+    file.write_text(faulty.read_text())
     words = short(out=tmp_path / "run", participation=1.0, bad=bad, min_clients=needed)
-    line = message(fedstill("run", f"{faulty}:Faulty", *words), hint=True)
+    line = message(fedstill("run", f"{file}:Faulty", *words), hint=True)
     assert line == (
         f"only {good} of 4 clients gave a usable answer, {needed} are needed (min_clients); "
         "the last one dropped: model is not finite"
@@ -347,11 +349,42 @@ def test_too_few_good_clients_stop_the_run_and_its_checkpoint_is_kept(
     assert [row["round"] for row in metrics(tmp_path / "run")] == [1]
     assert (tmp_path / "run" / "checkpoints" / "round-000001.safetensors").exists()
     # With the clients mended, the run goes on as if nothing had been.
-    config = tmp_path / "run" / "config.toml"
-    config.write_text(config.read_text().replace(f"bad = {bad}", "bad = 0"))
+    file.write_text(faulty.read_text().replace("client.id >= self.bad", "True"))
     assert fedstill("resume", tmp_path / "run").code == 0
     good_run = run("fedavg", tmp_path / "good", participation=1.0)
     assert_same_run(tmp_path / "run", good_run)
+
+
+@pytest.mark.parametrize(("before", "after"), [("seed = 0", "seed = 1"), ("lr = 0.05", "lr = 0.5")])
+def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path, before: str, after: str) -> None:
+    path = run("fedavg", tmp_path / "run", rounds=1)
+    config = path / "config.toml"
+    assert before in config.read_text()
+    config.write_text(config.read_text().replace(before, after))
+    name = before.partition(" ")[0]
+    assert message(fedstill("resume", path, "--rounds", 2)).startswith(f"{name} was ")
+
+
+def test_what_the_server_sends_must_be_declared(tmp_path: Path) -> None:
+    file = tmp_path / "leaky.py"
+    file.write_text(
+        "import dataclasses, fedstill\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Leaky(fedstill.FedAvg):\n"
+        "    def downlink(self, server):\n"
+        "        return super().downlink(server) | {'secret': server.model}\n"
+    )
+    answer = fedstill("run", f"{file}:Leaky", *short(out=tmp_path / "run"))
+    assert "is not what" in message(answer, hint=True)
+
+
+def test_a_run_is_resumed_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("own.py").write_text("import fedstill\nclass Own(fedstill.FedAvg): pass\n")
+    path = run("./own.py:Own", tmp_path / "run", rounds=1)
+    monkeypatch.chdir(tmp_path)
+    assert fedstill("resume", path, "--rounds", 2).code == 0
 
 
 def test_a_model_that_diverges_stops_the_run_with_what_to_do(tmp_path: Path) -> None:

@@ -104,7 +104,9 @@ def test_x_with_t1_is_the_same_run_as_x_and_reports_both_rows(run_small: RunSmal
         assert {k: v for k, v in b.items() if k not in others} == {k: v for k, v in a.items() if k not in others}
     assert with_t1.records[-1]["loss"] != plain.records[-1]["loss"], "and the other row is another model's"
     row = with_t1.summary["also"]["without T1"]
-    assert row == {f"final_{key}": plain.summary[f"final_{key}"] for key in quality[:-1]}
+    for key in quality[:-1]:
+        for which in (f"best_{key}", f"final_{key}"):
+            assert row[which] == plain.summary[which]
     for key in ("bytes_down", "bytes_up", "parameters"):
         assert plain.summary[key] == with_t1.summary[key]
 

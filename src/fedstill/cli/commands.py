@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,8 @@ from fedstill.report.bubbles import bubbles, table
 from fedstill.report.curves import curves
 from fedstill.report.gallery import gallery
 
-console = Console()
+# A table in a file or a pipe needs no less room than on a screen.
+console = Console(width=None if sys.stdout.isatty() else 120)
 Flags = Mapping[str, Any]
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -55,10 +57,11 @@ def compare(methods: list[str], flags: Flags, assignments: list[str], *, out: Pa
     for path in paths.values():
         check_place(path, force=force)
     dataset = load_data(first)
+    setups = {method: prepare(config, data=dataset) for method, config in configs.items()}  # wrong settings show now
     results = {}
-    for method, config in configs.items():
+    for method, setup in setups.items():
         with _run_in(paths[method]) as display:
-            results[method] = api.start(config, paths[method], force=force, listener=display, data=dataset)
+            results[method] = api.carry_out(setup, paths[method], force=force, listener=display)
     console.print(results_table({m: r.summary for m, r in results.items()}))
     picture = folder / "curves.png"
     curves({m: r.records for m, r in results.items()}, picture, title=_title(first))
@@ -199,7 +202,7 @@ def results_table(summaries: Mapping[str, Record]) -> Table:
     """Runs side by side."""
     shown = Table(title="Results", caption="final: mean of the last five evaluations · FM: smaller is fairer")
     for column in ("", "accuracy best", "final", "AMP", "FM", "WLP", "MB moved", "seconds"):
-        shown.add_column(column, justify="left" if not column else "right")
+        shown.add_column(column, justify="right" if column else "left", overflow="fold", no_wrap=bool(column))
     for name, s in summaries.items():
         moved = (s["bytes_down"] + s["bytes_up"]) / 1e6
         shown.add_row(
@@ -217,9 +220,9 @@ def results_table(summaries: Mapping[str, Record]) -> Table:
         for variant, values in also.items():
             shown.add_row(
                 f"  {variant}",
-                "",
+                _percent(values.get("best_accuracy")),
                 *(_percent(values.get(key)) for key in ("final_accuracy", "final_amp")),
-                f"{values['final_fm']:.4f}" if "final_fm" in values else "–",
+                "–" if values.get("final_fm") is None else f"{values['final_fm']:.4f}",
                 _percent(values.get("final_wlp")),
             )
     return shown

@@ -31,7 +31,7 @@ WHO, LEARN, HOW = "Who holds what", "What is learnt", "How it is run"
 
 
 def _flag(panel: str, text: str) -> Any:
-    return typer.Option(help=text, rich_help_panel=panel, show_default=False)
+    return typer.Option(help=text.replace("[", r"\["), rich_help_panel=panel, show_default=False)
 
 
 Data = Annotated[
@@ -51,7 +51,9 @@ Partition = Annotated[
     ),
 ]
 Alpha = Annotated[float | None, _flag(WHO, "Dirichlet concentration: 100 is nearly even, 0.1 is very uneven. [0.1]")]
-Clients = Annotated[int | None, _flag(WHO, "Number of clients. [20]")]
+Clients = Annotated[
+    int | None, _flag(WHO, "Number of clients; 0 is as many as the data name (natural). [20, or 0 with natural]")
+]
 Seed = Annotated[int | None, _flag(HOW, "The same seed gives the same bits. [0]")]
 Participation = Annotated[float | None, _flag(HOW, "Share of the clients that are active in a round, in (0, 1]. [0.2]")]
 Rounds = Annotated[int | None, _flag(HOW, "Communication rounds. [30]")]
@@ -81,7 +83,7 @@ Set = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(help="Run directory. [runs/METHOD-DATA-…]", show_default=False, rich_help_panel=HOW),
+    typer.Option(help=r"Run directory. \[runs/METHOD-DATA-…]", show_default=False, rich_help_panel=HOW),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a run directory that exists.", rich_help_panel=HOW)]
 DryRun = Annotated[
@@ -179,7 +181,7 @@ def show(
 @app.command(rich_help_panel="Look")
 def samples(
     directory: Annotated[Path, typer.Argument(help="The directory of a run of a method with a generator.")],
-    client: Annotated[list[int] | None, typer.Option(help="Which client; can be repeated. [the first four]")] = None,
+    client: Annotated[list[int] | None, typer.Option(help=r"Which client; can be repeated. \[the first four]")] = None,
     count: Annotated[int, typer.Option(help="Images of each.", min=1)] = 32,
     out: Annotated[Path, typer.Option(help="The picture: PNG, SVG or PDF.")] = Path("samples.png"),
 ) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
@@ -47,3 +48,20 @@ class Dataset:
         mean, std = torch.tensor(self.mean), torch.tensor(self.std)
         scale, shift = (1 / (255 * std)).view(-1, 1, 1), (mean / std).view(-1, 1, 1)
         return x.to(torch.float32, memory_format=torch.channels_last).mul_(scale).sub_(shift)
+
+
+def sized(dataset: Dataset, size: int) -> Dataset:
+    """The dataset with its images brought to a square of this side; 0, or no images: as it is.
+
+    >>> split = Split(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]))
+    >>> tuple(sized(Dataset("tiny", split, split, ("a", "b"), (0.5,), (0.5,)), 4).shape)
+    (1, 4, 4)
+    """
+    if not size or len(dataset.shape) != 3 or dataset.shape[1:] == (size, size):
+        return dataset
+
+    def resize(split: Split) -> Split:
+        x = F.interpolate(split.x, (size, size), mode="bilinear", antialias=True, align_corners=False)
+        return replace(split, x=x.contiguous(memory_format=torch.channels_last))
+
+    return replace(dataset, train=resize(dataset.train), test=resize(dataset.test))

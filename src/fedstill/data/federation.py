@@ -284,7 +284,17 @@ def _matched(
 
 def _pair(whose: str, x: Array, y: Array) -> tuple[Tensor, Tensor]:
     """Samples and labels as tensors, checked."""
+    if np.asarray(y).dtype.kind in "USO":
+        raise DataError(
+            f"labels of {whose} must be whole numbers; fedstill.from_arrays(x, y, client=…) takes names too"
+        )
     samples, labels = torch.as_tensor(x), torch.as_tensor(y)
+    if samples.dtype == torch.uint8:
+        raise DataError(
+            f"samples of {whose} are raw bytes; scale them to floats, or let fedstill.from_arrays(x, y, client=…) do it"
+        )
+    if samples.is_floating_point() and not torch.isfinite(samples).all():
+        raise DataError(f"samples of {whose} hold numbers that are not finite")
     if labels.ndim != 1 or len(samples) != len(labels):
         raise DataError(
             f"{whose} has samples of shape {tuple(samples.shape)} and labels of shape "

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from fedstill.core import tree
 from fedstill.core.tree import Message, Tree
 from fedstill.engine.worker import Request, Worker
@@ -39,4 +41,6 @@ class Inline(Engine):
         # Through bytes and back, so that nothing passes here that would not pass a real wire.
         down = tree.decode(tree.encode(down))
         for request in requests:
-            yield tree.decode(tree.encode(self._worker.handle(request, down)))
+            with torch.random.fork_rng(devices=[]):  # the caller's global stream is the caller's
+                answer = tree.encode(self._worker.handle(request, down))
+            yield tree.decode(answer)

@@ -8,10 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fedstill.core import seeds
 from fedstill.core.store import Store
-from fedstill.core.tree import Message, Tree, first_not_finite
+from fedstill.core.tree import Message, Tree
 from fedstill.data.federation import Federation
-from fedstill.methods.base import Method
+from fedstill.methods.base import Method, fault
 from fedstill.train.client import Client
 from fedstill.train.evaluate import EVAL_BATCH, score
 from fedstill.train.task import Samples, Task
@@ -79,9 +80,11 @@ class Worker:
         )
 
     def _train(self, client: Client, request: Train) -> dict[str, Any]:
+        # For code that draws from PyTorch's global stream without asking for one of its own.
+        torch.default_generator.manual_seed(seeds.key(self.task.seed, "global stream", request.round, client.id))
         message = self.method.local(client)
-        diverged = isinstance(message, dict) and first_not_finite(message)
-        if client.touched_state and not diverged:  # a client that diverged keeps what it had
+        # A client whose answer the server will drop keeps the state it had.
+        if client.touched_state and fault(message, self.method.wire(self.task).up) is None:
             self.store.write(request.client, request.round, client.touched_state)
         metrics = {"train_loss": client.trained.loss} if client.trained else {}
         if request.measure:

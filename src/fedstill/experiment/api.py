@@ -12,14 +12,13 @@ from torch import nn
 from fedstill.core.errors import SettingError
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
-from fedstill.experiment.config import Config, is_object, resolve
+from fedstill.experiment.config import DIVISION, Config, anchored, is_object, resolve
 from fedstill.experiment.logfile import logging_to
 from fedstill.experiment.rundir import Record, RunDirectory
 from fedstill.experiment.runner import Listener, Run
 from fedstill.experiment.setup import Network, Setup, prepare
 from fedstill.methods import registry
 from fedstill.methods.base import Method
-from fedstill.models.base import Wrapped
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,13 @@ def run(
 
 def start(config: Config, path: Path, *, force: bool = False, listener: Listener | None = None, **own: Any) -> Result:
     """Carry out a configuration in a new run directory; `own` are the objects that `prepare` takes."""
-    setup = prepare(config, **own)
-    return _execute(setup, RunDirectory.create(path, config, force=force), listener)
+    return carry_out(prepare(config, **own), path, force=force, listener=listener)
+
+
+def carry_out(setup: Setup, path: Path, *, force: bool = False, listener: Listener | None = None) -> Result:
+    """Carry out what is prepared in a new run directory, which works from wherever it is resumed."""
+    directory = RunDirectory.create(path, anchored(setup.config), force=force)
+    return _execute(setup, directory, listener)
 
 
 def resume(
@@ -111,20 +115,16 @@ def _execute(setup: Setup, directory: RunDirectory, listener: Listener | None) -
         with logging_to(directory.path / "log.txt"):
             run = Run(setup, directory, listener)
             summary = run.execute()
-        return Result(summary, run.records, _trained(run), directory.path)
+        return Result(summary, run.records, run.trained(), directory.path)
     finally:
         directory.release()
 
 
-def _trained(run: Run) -> nn.Module:
-    net = run.setup.task.build().module
-    module = net.module if isinstance(net, Wrapped) else net
-    if run.setup.method.global_model:
-        module.load_state_dict(run.trained_state_dict())
-    return module.eval()
-
-
 def _config(method: str | Method, data: object, model: object, settings: dict[str, Any]) -> Config:
+    if isinstance(data, Federation):
+        if settled := sorted(DIVISION & set(settings)):
+            raise SettingError(f"{settled[0]} cannot be set: the data are a Federation, divided already")
+        settings = settings | {"clients": data.clients, "partition": "natural"}
     named = {"method": method, "data": data, "model": model}
     for name, value in named.items():
         if not isinstance(value, str):

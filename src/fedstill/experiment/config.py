@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path, PurePath
@@ -82,6 +83,36 @@ class Config(BaseModel):
         return tomli_w.dumps(_writable(self.model_dump()))
 
 
+# Settings that say who holds what: of no use where that is settled.
+DIVISION = {
+    *("fraction", "imbalance_factor", "pool", "partition", "clients", "alpha", "min_size", "shards_per_client"),
+    *("size_sigma", "min_share", "ratio", "samples_per_client", "test_fraction", "local_test"),
+}
+# Settings that a run may be resumed with another value of: they do not change what is computed.
+FREE = {"rounds", "workers", "engine", "eval_every", "checkpoint_every", "min_clients", "target", "data_dir"}
+
+
+def fixed(config: Config) -> dict[str, str]:
+    """The settings that must stay the same while a run goes on, as text."""
+    return {name: repr(value) for name, value in config.model_dump().items() if name not in FREE}
+
+
+def anchored(config: Config) -> Config:
+    """The configuration with paths that hold wherever it is read."""
+    update: dict[str, Any] = {}
+    for name in ("method", "model", "data", "proxy"):
+        value = getattr(config, name)
+        if custom.is_reference(value):
+            file, _, rest = value.rpartition(":")
+            update[name] = f"{Path(file).expanduser().resolve()}:{rest}"
+        elif name in ("data", "proxy") and value and Path(value).expanduser().exists():
+            update[name] = str(Path(value).expanduser().resolve())
+    data_dir = config.data_dir or os.environ.get("FEDSTILL_DATA", "")
+    if data_dir:
+        update["data_dir"] = str(Path(data_dir).expanduser().resolve())
+    return config.model_copy(update=update)
+
+
 def resolve(*layers: Mapping[str, Any], custom_method: bool = False) -> Config:
     """One complete configuration from several partial ones, the later ones first in rank.
 
@@ -99,6 +130,8 @@ def resolve(*layers: Mapping[str, Any], custom_method: bool = False) -> Config:
                 merged[key] = value
             else:
                 tables["hyper"][key] = value
+    if merged.get("partition") == "natural":
+        merged.setdefault("clients", 0)
     hyper, method = tables["hyper"], merged.get("method", "fedavg")
     if not isinstance(method, str):
         raise SettingError(f"method = {method!r}: the name of a method is needed")

@@ -220,12 +220,13 @@ def _was_run(path: Path) -> bool:
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """JSON in which what is not a number is null."""
+    return json.dumps(without_nan(value), indent=indent)
 
-    def clean(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {k: clean(v) for k, v in node.items()}
-        if isinstance(node, list | tuple):
-            return [clean(v) for v in node]
-        return None if isinstance(node, float) and not math.isfinite(node) else node
 
-    return json.dumps(clean(value), indent=indent)
+def without_nan(value: Any) -> Any:
+    """The same value with None for what is not a number."""
+    if isinstance(value, dict):
+        return {k: without_nan(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,24 +11,26 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save as save_tensors
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedstill.core import seeds
-from fedstill.core.errors import FedstillError
+from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import nbytes
 from fedstill.data.federation import Federation
 from fedstill.engine.base import Engine, Inline
 from fedstill.engine.process import Processes
 from fedstill.engine.worker import Conclude, Score, Source, Train, Worker
-from fedstill.experiment.rundir import Record, RunDirectory, to_json
+from fedstill.experiment.config import anchored, fixed
+from fedstill.experiment.rundir import Record, RunDirectory, to_json, without_nan
 from fedstill.experiment.setup import Setup
 from fedstill.experiment.uplinks import Checked
-from fedstill.methods.base import Server
+from fedstill.methods.base import Server, misfit
 from fedstill.metrics.fairness import Fairness, fairness
 from fedstill.models.base import Wrapped
 
@@ -83,6 +85,7 @@ class Run:
             setup.method.start(self.server)
         else:
             self.server.round, state = restored
+            refuse_changes(state.get("settings", {}), fixed(anchored(setup.config)))
             self.server.model, self.server.state = state["model"], state["state"]
             self.records = directory.records()
 
@@ -114,7 +117,7 @@ class Run:
                 evaluation = self._evaluate(engine, self.model())
         summary = self._summary()
         if self.setup.method.concludes and evaluation is not None:
-            summary["concluded"] = evaluation.record()
+            summary["concluded"] = without_nan(evaluation.record())
         self._write_results(summary, evaluation)
         log.info("finished")
         return summary
@@ -128,10 +131,13 @@ class Run:
         self.listener.round_started(round_, len(cohort))
         method.begin(server)
         down = method.downlink(server)
+        wire = method.wire(self.setup.task)
+        if problem := misfit(down, wire.down):
+            raise FedstillError(f"what the server is about to send is not what {config.method} declares: {problem}")
         uplinks = Checked(
             cohort,
             engine.run([Train(k, round_, measure=due) for k in cohort], down),
-            method.wire(self.setup.task).up,
+            wire.up,
             least=config.min_clients,
             tick=self.listener.client_done,
         )
@@ -143,7 +149,7 @@ class Run:
         models = self._models() if due else {}
         evaluations = {name: self._evaluate(engine, model) for name, model in models.items()}
         main = next(iter(evaluations.values()), None)
-        record: Record = {"round": round_, **dict.fromkeys(QUALITY)}
+        record: Record = {"round": round_, "evaluated": due, **dict.fromkeys(QUALITY)}
         if due:
             record["local_accuracy"] = uplinks.mean("local_accuracy")
             record |= main.record() if main else _of_own_models(uplinks)
@@ -159,7 +165,7 @@ class Run:
         others = list(evaluations.items())[1:]
         if others:
             record["also"] = {name: evaluation.record() for name, evaluation in others}
-        return record, main
+        return without_nan(record), main
 
     def _conclude(self, engine: Engine) -> None:
         """Ask every client that has data once more."""
@@ -197,7 +203,8 @@ class Run:
 
     def _score(self, engine: Engine, model: Tensor, source: Source, n: int) -> tuple[Any, Any]:
         """Loss and prediction of every sample of a source, as arrays."""
-        requests = [Score(source, i, min(i + _SCORED_AT_ONCE, n)) for i in range(0, n, _SCORED_AT_ONCE)]
+        bounds = np.linspace(0, n, -(-n // _SCORED_AT_ONCE) + 1).astype(int).tolist()
+        requests = [Score(source, start, stop) for start, stop in pairwise(bounds)]
         answers = list(engine.run(requests, {"model": model}))
         if not answers:
             return np.zeros(0, np.float32), np.zeros(0, np.int64)
@@ -205,39 +212,31 @@ class Run:
         return loss, predicted
 
     def _checkpoint(self) -> None:
-        state = {"model": self.server.model, "state": self.server.state}
+        state = {
+            "model": self.server.model,
+            "state": self.server.state,
+            "settings": fixed(anchored(self.setup.config)),
+        }
         self.directory.checkpoint(self.server.round, state, sorted(self._active_since_checkpoint))
         self._active_since_checkpoint.clear()
 
     def _summary(self) -> Record:
         config = self.setup.config
-        scored = [r for r in self.records if r["accuracy"] is not None]
+        scored = [r for r in self.records if r["evaluated"]]
         last = scored[-FINAL_EVALUATIONS:]
         summary: Record = {"method": config.method, "seed": config.seed, "rounds": len(self.records)}
-        for name in QUALITY:
-            values = [r[name] for r in scored if r[name] is not None]
-            final = [r[name] for r in last if r[name] is not None]
-            pick = min if name in LOWER_IS_BETTER else max
-            summary[f"best_{name}"] = pick(values) if values else None
-            summary[f"final_{name}"] = sum(final) / len(final) if final else None
+        summary |= _best_and_final(scored)
         summary |= {
             "final_is_mean_of": len(last),
-            "best_round": max(scored, key=lambda r: r["accuracy"])["round"],
+            "best_round": max(scored, key=lambda r: r["accuracy"] or 0)["round"],
             "final_per_class": last[-1].get("per_class"),
             **{name: sum(r[name] for r in self.records) for name in ("bytes_down", "bytes_up", "dropped")},
             **{name: sum(r[name] for r in self.records) for name in ("seconds", "eval_seconds")},
         }
         if also := last[-1].get("also"):
-            summary["also"] = {
-                name: {
-                    f"final_{key}": sum(r["also"][name][key] for r in last) / len(last)
-                    for key in QUALITY
-                    if key in also[name] and all(r["also"][name][key] is not None for r in last)
-                }
-                for name in also
-            }
+            summary["also"] = {name: _best_and_final([r["also"][name] for r in scored]) for name in also}
         if config.target:
-            reached = [r["round"] for r in scored if r["accuracy"] >= config.target]
+            reached = [r["round"] for r in scored if (r["accuracy"] or 0) >= config.target]
             summary["rounds_to_target"] = reached[0] if reached else None
         return summary | {"parameters": self.setup.task.size, "versions": versions()}
 
@@ -261,10 +260,38 @@ class Run:
 
     def trained_state_dict(self) -> dict[str, Tensor]:
         """The model as named tensors, with the names of the user's own network."""
+        return {name: t.detach().clone().contiguous() for name, t in self.trained().state_dict().items()}
+
+    def trained(self) -> nn.Module:
+        """The trained network, the user's own if there is one; untrained if the method has no global model."""
         net = self.setup.task.build()
-        net.load(self.model())
+        if self.setup.method.global_model:
+            net.load(self.model())
         module = net.module.module if isinstance(net.module, Wrapped) else net.module
-        return {name: t.detach().contiguous() for name, t in module.state_dict().items()}
+        return self.setup.task.without_statistics(module).eval()
+
+
+def refuse_changes(before: dict[str, str], now: dict[str, str]) -> None:
+    """A run goes on with the settings it began with."""
+    for name in sorted(before.keys() & now.keys()):
+        if before[name] != now[name]:
+            raise SettingError(
+                f"{name} was {before[name]} when the run began and is {now[name]} in its config.toml; put it back, "
+                "or start another run"
+            )
+
+
+def _best_and_final(scored: list[Record]) -> Record:
+    """The best of each number, and the mean of the last five, over the rounds that were evaluated."""
+    found: Record = {}
+    for name in QUALITY:
+        values = [r.get(name) for r in scored]
+        known = [v for v in values if v is not None]
+        final = [v for v in values[-FINAL_EVALUATIONS:] if v is not None]
+        pick = min if name in LOWER_IS_BETTER else max
+        found[f"best_{name}"] = pick(known) if known else None
+        found[f"final_{name}"] = sum(final) / len(final) if final else None
+    return found
 
 
 def _of_own_models(uplinks: Checked) -> Record:
@@ -296,7 +323,8 @@ def make_engine(kind: str, workers: int, worker: Worker) -> Engine:
     """The engine by name; no number of workers means one a core."""
     if kind == "inline":
         return Inline(worker)
-    return Processes(worker, workers or len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Processes(worker, workers or cores)
 
 
 @contextmanager

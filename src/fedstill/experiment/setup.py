@@ -15,7 +15,7 @@ from fedstill.core import custom
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.data import augment
 from fedstill.data import load as load_dataset
-from fedstill.data.dataset import Dataset
+from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation, federate
 from fedstill.data.proxy import balanced, check_stands_in, match_channels
 from fedstill.experiment.config import Config, is_object
@@ -54,7 +54,12 @@ def prepare(
 ) -> Setup:
     """Load, divide and build what the configuration names; what is given as an object is taken as it is."""
     method = method or registry.make(config.method, config.hyper)
-    federation = data if isinstance(data, Federation) else divide(config, data or load_data(config))
+    if isinstance(data, Federation):
+        federation = data
+    else:
+        federation = divide(config, load_data(config) if data is None else sized(data, wanted_size(config)))
+    if config.augment and len(federation.dataset.shape) != 3:
+        raise SettingError(f"augment = {config.augment!r}: only images can be augmented")
     task = Task(
         dataset=federation.dataset,
         make_network=network_maker(config, federation.dataset, method, model),
@@ -81,9 +86,13 @@ def load_data(config: Config) -> Dataset:
                 "(fedstill.from_arrays makes one)"
             )
         return made
+    return load_dataset(config.data, config.data_dir or None, wanted_size(config))
+
+
+def wanted_size(config: Config) -> int:
+    """The side that images should have: what is set, else what the model needs; 0: as they are."""
     own = custom.is_reference(config.model) or is_object(config.model)
-    needed = None if own else image_size(config.model)
-    return load_dataset(config.data, config.data_dir or None, config.image_size or needed or 0)
+    return config.image_size or (0 if own else image_size(config.model) or 0)
 
 
 def divide(config: Config, dataset: Dataset) -> Federation:

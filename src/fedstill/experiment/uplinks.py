@@ -5,34 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from torch import Tensor
-
 from fedstill.core.errors import FedstillError
-from fedstill.core.tree import Tree, first_not_finite, nbytes
-from fedstill.methods.base import Part, Uplink
+from fedstill.core.tree import Tree, nbytes
+from fedstill.methods.base import Part, Uplink, fault
 
 log = logging.getLogger(__name__)
 
 
 class TooFewClients(FedstillError):
     """A round got fewer usable answers than it needs."""
-
-
-def fault(message: Tree, declared: dict[str, Part]) -> str | None:
-    """What is wrong with a message, or None."""
-    if not isinstance(message, dict):
-        return f"it is a {type(message).__name__}, not a dict of named tensors"
-    required = {name for name, part in declared.items() if not part.optional}
-    if not required <= set(message) <= set(declared):
-        return f"it holds {sorted(message)}, declared is {sorted(declared)}"
-    for name, tensor in message.items():
-        part = declared[name]
-        if not isinstance(tensor, Tensor) or tensor.dtype != part.dtype:
-            return f"{name} is not a tensor of {part.dtype}"
-        if tuple(tensor.shape) != part.shape:
-            return f"{name} has shape {tuple(tensor.shape)}, declared is {part.shape}"
-    bad = first_not_finite(message)
-    return f"{bad} is not finite" if bad else None
 
 
 class Checked:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedstill.core import seeds
 from fedstill.core.store import Store
-from fedstill.core.tree import Message
+from fedstill.core.tree import Message, Tree, first_not_finite
 from fedstill.models.base import Classifier
 from fedstill.train.client import Client
 from fedstill.train.loop import Objective
@@ -48,6 +48,30 @@ class Wire:
     down: dict[str, Part]
     up: dict[str, Part]
     last: dict[str, Part] = field(default_factory=dict)
+
+
+def misfit(message: Tree, declared: dict[str, Part]) -> str | None:
+    """How a message differs from what is declared, or None."""
+    if not isinstance(message, dict):
+        return f"it is a {type(message).__name__}, not a dict of named tensors"
+    required = {name for name, part in declared.items() if not part.optional}
+    if not required <= set(message) <= set(declared):
+        return f"it holds {sorted(message)}, declared is {sorted(declared)}"
+    for name, tensor in message.items():
+        part = declared[name]
+        if not isinstance(tensor, Tensor) or tensor.dtype != part.dtype:
+            return f"{name} is not a tensor of {part.dtype}"
+        if tuple(tensor.shape) != part.shape:
+            return f"{name} has shape {tuple(tensor.shape)}, declared is {part.shape}"
+    return None
+
+
+def fault(message: Tree, declared: dict[str, Part]) -> str | None:
+    """What is wrong with what a client sent, or None."""
+    if problem := misfit(message, declared):
+        return problem
+    bad = first_not_finite(message)
+    return f"{bad} is not finite" if bad else None
 
 
 @dataclass(frozen=True)
@@ -99,7 +123,7 @@ class Server:
 
     def rng(self, purpose: str) -> torch.Generator:
         """A random stream of the server's own, for one purpose in this round."""
-        return seeds.torch_rng(self.task.seed, purpose, self.round)
+        return seeds.torch_rng(self.task.seed, f"server: {purpose}", self.round)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedstill.aggregate.latest import CacheInit, LatestMean
+from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
 from fedstill.core.weights import FlatNet
 from fedstill.distill.generators import ImageGenerator, check_image_shape, to_inputs
@@ -53,6 +54,8 @@ class FedKF(FedAvg):
     def check(self, task: Task) -> None:
         check_image_shape(task.dataset.shape)
         require_features(task, "fedkf")
+        if task.classes < 2:
+            raise SettingError("fedkf needs at least two classes")
 
     # --- server -------------------------------------------------------------------------------------------------
 

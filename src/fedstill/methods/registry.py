@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections import Counter
 from typing import Any, get_type_hints
 
@@ -147,6 +148,9 @@ def make(name: str, settings: dict[str, Any] | None = None) -> Method:
     method: Method | None = None
     for part, own in zip(parts, by_part, strict=True):
         given = {p.field: settings[p.name] for p in own if p.name in settings}
+        for key, value in given.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise SettingError(f"{key.rstrip('_')} = {value!r}: should be a finite number")
         try:
             made: Method = TypeAdapter(part).validate_python(given)
         except ValidationError as error:

@@ -54,5 +54,5 @@ class T1(Modifier):
 
     def models(self, server: Server) -> dict[str, Tensor]:
         latest = LatestMean.restore(server.store, server.state[_STATE])
-        plain = super().models(server)
-        return {"with T1": latest.mean(server.model.dtype), "without T1": plain.pop("model"), **plain}
+        (_, model), *others = super().models(server).items()
+        return {"with T1": latest.mean(server.model.dtype), "without T1": model, **dict(others)}

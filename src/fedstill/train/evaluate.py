@@ -73,7 +73,8 @@ def score(task: Task, vector: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]
     """Loss and predicted class of each stored sample under the network with these weights."""
     net = load_for_evaluation(task, vector)
     losses, predicted = [], []
-    for xs, ys in zip(torch.split(x, EVAL_BATCH), torch.split(y, EVAL_BATCH), strict=True):
+    parts = max(1, -(-len(y) // EVAL_BATCH))  # of nearly equal size: BatchNorm by the batch cannot do with one sample
+    for xs, ys in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True):
         logits = net.module(task.dataset.normalise(xs))
         losses.append(F.cross_entropy(logits, ys, reduction="none"))
         predicted.append(logits.argmax(1))

@@ -19,7 +19,7 @@ from fedstill.core.tree import Tree
 from fedstill.core.weights import FlatNet
 from fedstill.data.augment import Augmentation
 from fedstill.train.evaluate import Outputs, outputs
-from fedstill.train.task import LocalTraining, Samples, classifier
+from fedstill.train.task import LocalTraining, Samples, classifier, norms
 
 
 @dataclass
@@ -152,8 +152,10 @@ def fit(
     addend = torch.empty_like(weights) if objective.gradient else None
     addend_parts = net.split(addend) if addend is not None else []
     total, steps = torch.zeros(()), 0
-    normed = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
-    for batch in batches(data, local, order, no_single=normed):
+    normed = norms(module)
+    for batch in batches(data, local, order, no_single=bool(normed)):
+        for layer in normed:  # the statistics of a client's only sample are no statistics: it uses those it was sent
+            layer.train(len(batch.y) > 1)
         if augment and changes:
             batch.x = augment(batch.x, changes)
         x = batch.x
@@ -166,8 +168,7 @@ def fit(
         if objective.term:
             loss = loss + objective.term(batch, out)
         if local.cosine:
-            for group in optimizer.param_groups:
-                group["lr"] = lr * (1 + math.cos(math.pi * steps / total_steps)) / 2
+            _set_rate(optimizer, lr * (1 + math.cos(math.pi * steps / total_steps)) / 2)
         optimizer.zero_grad()
         loss.backward()
         if objective.gradient and addend is not None:
@@ -192,6 +193,11 @@ def make_optimizer(params: list[nn.Parameter], local: LocalTraining, lr: float) 
     if local.optimizer == "adam":
         return torch.optim.Adam(params, lr=lr, weight_decay=local.weight_decay, fused=True)
     return torch.optim.SGD(params, lr=lr, momentum=local.momentum, weight_decay=local.weight_decay, fused=True)
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
 
 
 def steps_of(n: int, local: LocalTraining) -> int:

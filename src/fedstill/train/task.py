@@ -98,10 +98,22 @@ class Task:
         """Let BatchNorm normalise by the batch when the global model carries no running statistics."""
         if self.buffers == "average":
             return
-        for layer in module.modules():
-            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                layer.train()
-                layer.momentum = 0.0  # and leave the running statistics as they are
+        for layer in norms(module):
+            layer.train()
+            layer.momentum = 0.0  # and leave the running statistics as they are
+
+    def without_statistics(self, module: nn.Module) -> nn.Module:
+        """A network as it is evaluated: without running statistics, unless they are averaged."""
+        if self.buffers != "average":
+            for layer in norms(module):
+                layer.track_running_stats = False
+                layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+        return module
+
+
+def norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    """The BatchNorm layers of a network."""
+    return [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
 
 
 class Nets:
@@ -144,6 +156,6 @@ class Samples:
         return self._prepare(self._stored[self._index[ids]])
 
     def parts(self, size: int) -> Iterator[Tensor]:
-        """All prepared inputs in order, in pieces of `size`."""
-        for ids in torch.split(torch.arange(len(self)), size):
+        """All prepared inputs in order, in nearly equal pieces of at most `size`."""
+        for ids in torch.arange(len(self)).tensor_split(max(1, -(-len(self) // size))):
             yield self.x(ids)

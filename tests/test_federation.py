@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from fedstill.core.errors import DataError, SettingError
+from fedstill.data import load
 from fedstill.data.dataset import Dataset, Split
 from fedstill.data.federation import Federation, federate, from_clients
 from fedstill.data.partition import names
@@ -238,3 +239,15 @@ def test_bubbles_draw_any_size(tmp_path: Path, clients: int, classes: int) -> No
     # A cell for each bubble must stay wide enough to read: at least 15 pixels.
     assert width >= 15 * min(clients, 100)
     assert height >= 15 * classes
+
+
+def test_shared_local_tests_are_a_kth_of_every_class_that_a_client_holds() -> None:
+    dataset = load("fashion-mini")
+    federation = federate(dataset, clients=7, partition="dir_fedgen", alpha=0.1, ratio=1.0, local_test="shared")
+    held, labels = federation.class_counts(), dataset.test.y.numpy()
+    taken = np.concatenate([federation.test(k) for k in range(7)])
+    assert len(taken) == len(set(taken.tolist())), "nobody shares a test sample"
+    for k in range(7):
+        found = np.bincount(labels[federation.test(k)], minlength=10)
+        assert found.tolist() == [100 // 7 if n else 0 for n in held[k]]
+    assert federation.test_source == "test"

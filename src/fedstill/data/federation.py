@@ -21,6 +21,9 @@ from fedstill.data.partition import IntArray, check_setting, long_tail, random_r
 Array = npt.NDArray[Any] | Tensor
 
 
+LOCAL_TESTS = ("split", "matched", "shared")
+
+
 @dataclass(frozen=True, eq=False)
 class Federation:
     """A dataset divided between clients, as index arrays: client k holds `index[offsets[k]:offsets[k+1]]`."""
@@ -99,13 +102,14 @@ def federate(
     Every step has its own random stream, so that another `test_fraction` leaves the owners as they are.
     `clients=0` with `partition="natural"` means all of them. `local_test="matched"` keeps all samples for
     training and draws local tests, `test_fraction` times as large, from `dataset.test` with the client's
-    class proportions; clients may then share test samples. Other settings go to the partition.
+    class proportions; clients may then share test samples. `local_test="shared"` gives each client 1/K of the test
+    samples of every class it holds, as FedGen does. Other settings go to the partition.
     """
     _check_test_fraction(test_fraction)
     check_setting("fraction", fraction)
     check_setting("imbalance_factor", imbalance_factor)
-    if local_test not in ("split", "matched"):
-        raise unknown("local_test", local_test, ["split", "matched"])
+    if local_test not in LOCAL_TESTS:
+        raise unknown("local_test", local_test, LOCAL_TESTS)
 
     labels = _labels(dataset.train)
     kept = np.arange(len(labels))
@@ -135,7 +139,11 @@ def federate(
         test_index, test_offsets = _compress(kept[is_test], owner[is_test], count)
     else:
         held = _pair_counts(owner[owner >= 0], labels[kept[owner >= 0]], count, len(dataset.classes))
-        test_index, test_offsets = _matched(held, _labels(dataset.test), test_fraction, numpy_rng(seed, "local test"))
+        rng, test_labels = numpy_rng(seed, "local test"), _labels(dataset.test)
+        if local_test == "matched":
+            test_index, test_offsets = _matched(held, test_labels, test_fraction, rng)
+        else:
+            test_index, test_offsets = _shared(held, test_labels, rng)
 
     client_names: tuple[str, ...] = ()
     if partition == "natural" and dataset.client_names and dataset.train.client is not None:
@@ -270,16 +278,34 @@ def _matched(
     if test_fraction:
         total = np.maximum(total, np.minimum(sizes, 1))
     wanted = np.minimum(_apportion(held, total), available)
-    # Each client reads a stretch of a shuffled class from a random start: no sample twice for a client.
+    begin = rng.integers(0, np.broadcast_to(np.maximum(available, 1), wanted.shape))
+    return _stretches(wanted, begin, test_labels, rng)
+
+
+def _shared(held: IntArray, test_labels: IntArray, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
+    """For each client 1/K of the test samples of every class that it holds (FedGen), nobody else's."""
+    share = np.bincount(test_labels, minlength=held.shape[1]) // len(held)
+    begin = np.arange(len(held))[:, None] * share
+    return _stretches(np.where(held > 0, share, 0), begin, test_labels, rng)
+
+
+def _stretches(
+    wanted: IntArray, begin: IntArray, test_labels: IntArray, rng: np.random.Generator
+) -> tuple[IntArray, IntArray]:
+    """Test samples of each client: of each shuffled class as many as wanted from a start, both (clients, classes).
+
+    A stretch goes on at the start of its class, so no client has a sample twice.
+    """
+    available = np.bincount(test_labels, minlength=wanted.shape[1])
     shuffled = np.lexsort((rng.random(len(test_labels)), test_labels))
     first = np.cumsum(available) - available
     client, label = np.nonzero(wanted)
     length = wanted[client, label]
-    begin = rng.integers(0, available[label])
+    begin = begin[client, label]
     step = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
     place = (np.repeat(begin, length) + step) % np.repeat(available[label], length)
     index = shuffled[np.repeat(first[label], length) + place]
-    return _compress(index, np.repeat(client, length), len(held))
+    return _compress(index, np.repeat(client, length), len(wanted))
 
 
 def _pair(whose: str, x: Array, y: Array) -> tuple[Tensor, Tensor]:

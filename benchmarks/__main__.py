@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import engine, methods
+from benchmarks import engine, methods, server
 
 console = Console()
 
@@ -17,6 +17,15 @@ def main() -> None:
     for work, rounds, goal in ((engine.SMALL_CLIENTS, 15, 0.80), (engine.LARGE_CLIENTS, 3, 0.92)):
         bare, ours = engine.against_bare_loop(work, rounds=rounds, repeats=5)
         table.add_row(work.name, f"{bare:,.0f}", f"{ours:,.0f}", f"{ours / bare:.2f}", f"{goal:.2f}")
+    console.print(table)
+
+    naive, cached = server.stage_seconds()
+    table = Table(
+        title=f"Server distillation: {server.WORK.name}, {server.EPOCHS} epochs", caption="best of 4, in turn"
+    )
+    for column in ("every teacher in every step", "teachers asked once", "ratio", "to reach"):
+        table.add_column(column, justify="right")
+    table.add_row(f"{naive:.1f} s", f"{cached:.1f} s", f"{naive / cached:.2f}", f"{0.9 * server.ARITHMETIC:.2f}")
     console.print(table)
 
     table = Table(title=f"Cost of a round over FedAvg's: {methods.WORK.name}", caption="best of 3 medians")

@@ -16,6 +16,7 @@ from fedstill.data.federation import Federation
 # ResNet-8 at 5 local epochs; every client is active, so that each method has all its state from the second round on.
 WORK = Work("ResNet-8, 4 clients x 128 samples, batch 64, 5 epochs", "resnet8", (3, 32, 32), 4, 128, 4, 64, 5)
 
+PROXY = {"proxy": "pool"}  # 100 samples
 # Method, settings, how often FedAvg's cost it may have.
 CASES: tuple[tuple[str, dict[str, Any], float | None], ...] = (
     ("fedprox", {}, 1.10),
@@ -30,6 +31,16 @@ CASES: tuple[tuple[str, dict[str, Any], float | None], ...] = (
     ("feddistill-plus", {}, None),
     ("fedavg+t1", {}, None),
     ("fedkf", {"width": 32}, None),
+    ("feddf", PROXY, None),
+    ("dafkd", {}, None),
+    ("dafkd", {"private": True}, None),
+    ("fedhyb", PROXY, None),
+    ("fedgen", {}, None),
+    ("fedftg", {}, None),
+    ("fedbe", PROXY, None),
+    ("fedmd", PROXY, None),
+    ("fedhkd", {}, None),
+    ("creff", {}, None),
 )
 
 
@@ -60,8 +71,12 @@ def round_costs(
         # The first rounds have no teacher yet, and VOTE's buffer fills up.
         return median(fedstill_rounds(WORK, federation, rounds, method, **settings)[-3:])
 
-    best: dict[str, float] = {}
+    everyone = [("fedavg", {}, None), *cases]
+    best = [math.inf] * len(everyone)
     for _ in range(repeats):
-        for method, settings, _limit in [("fedavg", {}, None), *cases]:
-            best[method] = min(best.get(method, math.inf), seconds(method, settings))
-    return [(method, best[method] / best["fedavg"], limit) for method, _settings, limit in cases]
+        for i, (method, settings, _limit) in enumerate(everyone):
+            best[i] = min(best[i], seconds(method, settings))
+    return [
+        (" ".join([method, *(f"{name}={value}" for name, value in settings.items())]), seconds / best[0], limit)
+        for (method, settings, limit), seconds in zip(cases, best[1:], strict=True)
+    ]

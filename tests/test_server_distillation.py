@@ -25,7 +25,7 @@ from fedstill.methods.creff import CReFF, flat, unflat
 from fedstill.methods.dafkd import DaFKD, normalised
 from fedstill.methods.fedhyb import FedHyb
 from fedstill.train.evaluate import Outputs, predict
-from fedstill.train.loop import Loss
+from fedstill.train.loop import Batch, Loss
 
 POOL = {"pool": 0.2, "proxy": "pool"}
 SHORT: dict[str, dict[str, Any]] = {
@@ -64,9 +64,9 @@ def targets_of(monkeypatch: pytest.MonkeyPatch, method: str) -> list[torch.Tenso
     """The soft targets that a method's server stage is about to match."""
     seen: list[torch.Tensor] = []
 
-    def noting(targets: torch.Tensor) -> Loss:
+    def noting(targets: torch.Tensor, temperature: float = 1.0) -> Loss:
         seen.append(targets)
-        return stage.match_probabilities(targets)
+        return stage.match_probabilities(targets, temperature)
 
     monkeypatch.setattr(f"fedstill.methods.{method}.match_probabilities", noting)
     return seen
@@ -200,6 +200,36 @@ def test_private_targets_are_the_correlation_weighted_mean(tmp_path: Path, monke
     setup.method.aggregate(server, iter(ups))
     expected = (alphas.unsqueeze(2) * soft).sum(0) / alphas.sum(0).unsqueeze(1)
     torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_logits_may_be_averaged_and_matched_at_a_temperature() -> None:
+    """The softmax of the weighted mean logits over T, and T² KL: by NumPy."""
+    g = np.random.default_rng(0)
+    said, weight, student = g.normal(size=(3, 5, 4)), g.dirichlet(np.ones(3), 5).T, g.normal(size=(5, 4))
+    answers = [Outputs(torch.from_numpy(k), torch.zeros(5, 0)) for k in said]
+
+    def softmax(z: Any) -> Any:
+        return np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+
+    mean = (weight[:, :, None] * said).sum(0)
+    p, q = softmax(mean / 20), softmax(student / 20)
+    ours = stage.mean_logits(answers, torch.from_numpy(weight))
+    np.testing.assert_allclose(ours.numpy(), mean)
+    loss = stage.match_probabilities(torch.from_numpy(p), 20.0)
+    batch = Batch(torch.zeros(0), torch.zeros(0), torch.arange(5))
+    found = loss(batch, Outputs(torch.from_numpy(student), torch.zeros(5, 0)))
+    assert float(found) == pytest.approx(400 * (p * np.log(p / q)).sum(1).mean())
+
+
+def test_dafkd_can_match_logits(run_small: RunSmall) -> None:
+    by_logits = run_small("dafkd", **POOL, **SHORT["dafkd"], logit_T=20.0)
+    assert not torch.equal(weights(by_logits), weights(run_small("dafkd", **POOL, **SHORT["dafkd"])))
+    with pytest.raises(fedstill.SettingError, match="private"):
+        run_small("dafkd", private=True, logit_T=20.0)
+
+
+def test_a_variant_may_be_written_as_a_number() -> None:
+    assert registry.make("fedhyb", {"variant": 1}) == registry.make("fedhyb", {"variant": "1"})
 
 
 def test_trained_discriminators_approach_the_ratio_of_densities() -> None:

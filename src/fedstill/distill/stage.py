@@ -20,11 +20,20 @@ def ask(task: Task, teachers: Sequence[Tensor], samples: Samples) -> list[Output
 
 def mean_probabilities(answers: Sequence[Outputs], weights: Tensor | None = None) -> Tensor:
     """The ensemble's soft prediction (N, C): each teacher's softmax, by weights (K,) or (K, N); uniform if None."""
-    probabilities = torch.stack([a.logits.softmax(1) for a in answers])  # (K, N, C)
+    return _mean(torch.stack([a.logits.softmax(1) for a in answers]), weights)
+
+
+def mean_logits(answers: Sequence[Outputs], weights: Tensor | None = None) -> Tensor:
+    """The same mean, of the teachers' logits."""
+    return _mean(torch.stack([a.logits for a in answers]), weights)
+
+
+def _mean(said: Tensor, weights: Tensor | None) -> Tensor:
+    """(K, N, C) over the teachers."""
     if weights is None:
-        return probabilities.mean(0)
-    weights = weights if weights.dim() == 2 else weights.unsqueeze(1).expand(-1, probabilities.shape[1])
-    return torch.einsum("kn,knc->nc", weights, probabilities)
+        return said.mean(0)
+    weights = weights if weights.dim() == 2 else weights.unsqueeze(1).expand(-1, said.shape[1])
+    return torch.einsum("kn,knc->nc", weights, said)
 
 
 def mean_features(answers: Sequence[Outputs]) -> Tensor:
@@ -32,11 +41,11 @@ def mean_features(answers: Sequence[Outputs]) -> Tensor:
     return torch.stack([a.features for a in answers]).mean(0)
 
 
-def match_probabilities(targets: Tensor) -> Loss:
-    """KL(target || student); targets are (N, C) probabilities."""
+def match_probabilities(targets: Tensor, temperature: float = 1.0) -> Loss:
+    """T² KL(target || student at temperature T); targets are (N, C) probabilities."""
 
     def loss(batch: Batch, out: Outputs) -> Tensor:
-        return soft_kl(targets[batch.ids], out.logits)
+        return temperature**2 * soft_kl(targets[batch.ids], out.logits / temperature)
 
     return loss
 

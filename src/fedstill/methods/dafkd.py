@@ -23,7 +23,7 @@ from fedstill.distill.generators import (
     to_images,
     to_inputs,
 )
-from fedstill.distill.stage import as_samples, ask, distil, match_probabilities, mean_probabilities
+from fedstill.distill.stage import as_samples, ask, distil, match_probabilities, mean_logits, mean_probabilities
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.server_side import ServerSide
 from fedstill.models.base import Classifier
@@ -69,6 +69,9 @@ class DaFKD(ServerSide):
     adv_epochs: Annotated[int, Ge(0), "and only in a round's first epochs; 0: in all"] = 0
     batches: Annotated[int, Ge(1), "generated batches a round for the distillation"] = 40
     sample_batch: Annotated[int, Ge(2), "B: samples in each"] = 32
+    logit_T: Annotated[float, Ge(0), "average logits and match them at this temperature; 0: probabilities (Eq. 8)"] = (
+        0.0
+    )
     server_epochs: Annotated[int, Ge(0), "epochs of the distillation"] = 5
     server_lr: Annotated[float, Gt(0), "learning rate of the distillation (Adam)"] = 1e-3
 
@@ -79,6 +82,8 @@ class DaFKD(ServerSide):
             raise SettingError(
                 "dafkd: private sends predictions weighted by the discriminator; no-correlation has none"
             )
+        if self.private and self.logit_T:
+            raise SettingError("dafkd: private sends predictions, of which logit_T cannot make logits again")
         super().check(task)
 
     # --- what crosses -------------------------------------------------------------------------------------------
@@ -176,15 +181,17 @@ class DaFKD(ServerSide):
         else:
             pseudo = self.pseudo(task, server.state["generator"], server.round)
             answers = ask(task, [up["model"] for up in uplinks], pseudo)
-            if self.variant == "no-correlation":
-                targets = mean_probabilities(answers)
+            weights = None
+            if self.variant != "no-correlation":
+                weights = normalised(self.correlations(task, [up["discriminator"] for up in uplinks], answers, pseudo))
+            if self.logit_T:
+                targets = (mean_logits(answers, weights) / self.logit_T).softmax(1)
             else:
-                alpha = self.correlations(task, [up["discriminator"] for up in uplinks], answers, pseudo)
-                targets = mean_probabilities(answers, normalised(alpha))  # Eq. 8
+                targets = mean_probabilities(answers, weights)  # Eq. 8
         training = LocalTraining(
             epochs=self.server_epochs, batch_size=self.sample_batch, optimizer="adam", lr=self.server_lr
         )
-        loss, order = match_probabilities(targets), server.rng("distillation")
+        loss, order = match_probabilities(targets, self.logit_T or 1.0), server.rng("distillation")
         server.model = distil(task, server.model, pseudo, loss, training, order)
 
     @torch.no_grad()

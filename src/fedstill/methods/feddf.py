@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-import torch
 from annotated_types import Ge, Gt
 
-from fedstill.distill.stage import ask, distil, match_probabilities
+from fedstill.distill.stage import ask, distil, match_probabilities, mean_logits
 from fedstill.methods.base import Server, Uplink
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.task import LocalTraining
@@ -31,7 +30,7 @@ class FedDF(ServerSide):
             return
         proxy = self.proxy(server)
         answers = ask(server.task, [up["model"] for up in uplinks], proxy)
-        targets = torch.stack([a.logits for a in answers]).mean(0).softmax(1)
+        targets = mean_logits(answers).softmax(1)
         training = LocalTraining(
             epochs=1,
             steps_per_epoch=self.steps,

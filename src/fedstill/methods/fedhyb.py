@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le
+from pydantic import BeforeValidator
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -41,9 +42,9 @@ class FedHyb(ServerSide):
     M: Annotated[int, Ge(1), "sub-networks a step"] = 2
     min_width: Annotated[float, Gt(0), Le(1), "smallest width of a sub-network; one always has it"] = 0.8
     rotation: Annotated[float, Ge(0), Le(180), "largest rotation of a sub-network's images, in degrees"] = 15.0
-    variant: Annotated[Variant, "ablation: 1 (self-distillation, beta=1), 2 (with beta), 3 (server only), full"] = (
-        "full"
-    )
+    variant: Annotated[
+        Variant, BeforeValidator(str), "ablation: 1 (self-distillation, beta=1), 2 (with beta), 3 (server only), full"
+    ] = "full"
     beta_per_sample: Annotated[bool, "beta from each sample's loss, not the batch's mean"] = False
     source: Annotated[Literal["proxy", "generated"], "server samples; generated needs dafkd+fedhyb"] = "proxy"
     server_epochs: Annotated[int, Ge(0), "epochs over the server's samples a round"] = 1

@@ -22,6 +22,7 @@ SMALL: dict[str, Any] = {
     "clients": 6,
     "participation": 0.5,
     "rounds": 3,
+    "rounds_per_episode": 1,
     "epochs": 1,
     "batch_size": 16,
     "fraction": 0.1,

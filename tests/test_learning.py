@@ -21,7 +21,7 @@ from fedstill.core import seeds
 from fedstill.core.weights import FlatNet
 from fedstill.data.federation import from_clients
 from fedstill.methods.fedprox import FedProx
-from fedstill.train.evaluate import predict
+from fedstill.train.evaluate import EVAL_BATCH, predict
 from fedstill.train.loop import Objective, batches, fit
 from fedstill.train.task import LocalTraining, Samples
 
@@ -205,7 +205,8 @@ def test_buffer_policies(run_small: RunSmall, policy: str) -> None:
     assert ("2.running_mean" in names) == (policy == "average"), "statistics leave a client only to be averaged"
     dataset = fedstill.load("fashion-mini", image_size=16)
     with torch.no_grad():  # in the pieces that the run evaluates, which matter where the batch is what normalises
-        said = torch.cat([result.model(part) for part in dataset.normalise(dataset.test.x).split(250)])
+        parts = dataset.normalise(dataset.test.x).tensor_split(-(-len(dataset.test.y) // EVAL_BATCH))
+        said = torch.cat([result.model(part) for part in parts])
     accuracy = float((said.argmax(1) == dataset.test.y).double().mean())
     assert accuracy == result.records[-1]["accuracy"], "the model that comes back is the one that was scored"
 

@@ -228,6 +228,18 @@ def test_dafkd_can_match_logits(run_small: RunSmall) -> None:
         run_small("dafkd", private=True, logit_T=20.0)
 
 
+@pytest.mark.parametrize("variant", ["no-sharing", "full"])
+def test_generated_samples_leave_no_trace_in_a_clients_statistics(run_small: RunSmall, variant: str) -> None:
+    """BatchNorm counts one batch a step; without sharing, the classifier trains as in FedAvg, bit for bit."""
+    settings = {"model": "resnet8", "model_options": {"norm": "batch", "width": 4}, "rounds": 1, "participation": 0.1}
+    plain = run_small("fedavg", **settings).model.state_dict()
+    ours = run_small("dafkd", variant=variant, **settings).model.state_dict()
+    counts = [name for name in plain if name.endswith("num_batches_tracked")]
+    assert counts
+    assert all(torch.equal(plain[name], ours[name]) for name in counts)
+    assert all(torch.equal(plain[name], ours[name]) for name in plain) == (variant == "no-sharing")
+
+
 def test_a_variant_may_be_written_as_a_number() -> None:
     assert registry.make("fedhyb", {"variant": 1}) == registry.make("fedhyb", {"variant": "1"})
 
@@ -390,7 +402,7 @@ def test_creff_matches_gradients_and_retrains_a_classifier() -> None:
     assert distance(learnt) < 0.2 * distance(start)
     torch.manual_seed(1)
     fresh = torch.nn.Linear(5, 3)
-    method.retrain(fresh, learnt)
+    method.retrain(fresh, learnt, torch.Generator().manual_seed(0))
     assert (fresh(centres).argmax(1) == torch.arange(3)).all()
 
 

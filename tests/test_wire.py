@@ -49,6 +49,7 @@ def settings(name: str) -> dict[str, Any]:
     known = {parameter.name for parameter in registry.hyper_parameters(plain)}
     return (
         QUICK
+        | {"regions": 1}  # between regions, models cross and nothing else
         | {key: value for key, value in own.items() if key in known}
         | ({"pool": 0.1} if needs.server_labels or needs.proxy_data else {})
         | ({"proxy": "pool"} if needs.proxy_data else {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from fedstill.experiment.setup import divide, load_data, prepare
 from fedstill.methods import registry
 from fedstill.methods.base import Part
 from fedstill.report.bubbles import bubbles, table
+from fedstill.report.confusion import confusion
 from fedstill.report.curves import curves
 from fedstill.report.gallery import gallery
 
@@ -101,6 +102,57 @@ def show(directories: list[Path], plot: Path | None) -> None:
         _say(f"curves: {plot}")
 
 
+def episodes(directory: Path, *, classes: bool, out: Path | None) -> None:
+    if out:
+        _check_picture(out, "--out")
+    run_directory = RunDirectory.open(directory, lock=False)
+    records = run_directory.records()
+    met = [record["episode"] for record in records if "episode" in record]
+    if not met:
+        raise SettingError(f"{directory} has no finished episode; runs with --regions have some")
+    after = {record["round"]: record.get("teachers_after", {}) for record in records}
+    shown = Table(title="Episodes", caption="accuracy of each region's model: before the meeting → one round after it")
+    regions = list(dict.fromkeys(name for episode in met for name in episode["regions"]))
+    for column in ("", "round", "stage", "disagreement", *regions, "global model", "server s"):
+        shown.add_column(column, justify="right")
+    rounds = [record["round"] for record in records if "episode" in record]
+    for round_, episode in zip(rounds, met, strict=True):
+        gap, student = episode.get("disagreement"), episode.get("student", {})
+        before, later = episode.get("teachers", {}), after.get(round_ + 1, {})
+        shown.add_row(
+            str(episode["number"]),
+            str(round_),
+            episode["stage"],
+            "–" if gap is None else f"{gap:.3f}",
+            *(_before_and_after(before.get(name, {}).get("accuracy"), later.get(name)) for name in regions),
+            _percent(student.get("accuracy")),
+            f"{episode['server_seconds']:.1f}",
+        )
+    console.print(shown)
+    last = next((episode for episode in reversed(met) if "student" in episode), None)
+    if classes:
+        _print_reliability(met[-1], prepare(run_directory.config()).federation.dataset.classes)
+    if out and last:
+        matrices = {name: teacher["confusion"] for name, teacher in last["teachers"].items()}
+        confusion(matrices | {"global model": last["student"]["confusion"]}, out, title=f"episode {last['number']}")
+        _say(f"picture: {out}")
+
+
+def _before_and_after(before: float | None, after: float | None) -> str:
+    return "" if before is None else _percent(before) + ("" if after is None else f" → {_percent(after)}")
+
+
+def _print_reliability(episode: Record, classes: Sequence[str]) -> None:
+    if "reliability" not in episode:
+        raise SettingError("--classes: no reliability was measured; lkd and f2l do")
+    shown = Table(title="Reliability (AUC) of each region on each class, last episode")
+    for column in ("class", *episode["regions"]):
+        shown.add_column(column, justify="left" if column == "class" else "right")
+    for name, *values in zip(classes, *episode["reliability"], strict=True):
+        shown.add_row(name, *(f"{value:.3f}" for value in values))
+    console.print(shown)
+
+
 def samples(directory: Path, clients: list[int], count: int, out: Path) -> None:
     _check_picture(out, "--out")
     run_directory = RunDirectory.open(directory, lock=False)
@@ -136,7 +188,13 @@ def methods(name: str | None, flags: Flags) -> None:
     for each in chosen:
         config = _config(each, flags, [])
         dataset = dataset or load_data(config)
-        example = {"clients": 1, "partition": "iid", "pool": 0.1, "proxy": "pool"}  # so that no method lacks anything
+        example = {
+            "clients": 1,
+            "partition": "iid",
+            "pool": 0.1,
+            "proxy": "pool",
+            "regions": 1,
+        }  # so that no method lacks anything
         setup = prepare(config.model_copy(update=example), data=dataset)
         wire, cls = setup.method.wire(setup.task), type(setup.method)
         asked = setup.method.needs()

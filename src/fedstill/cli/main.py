@@ -55,6 +55,9 @@ Clients = Annotated[
     int | None, _flag(WHO, "Number of clients; 0 is as many as the data name (natural). [20, or 0 with natural]")
 ]
 Seed = Annotated[int | None, _flag(HOW, "The same seed gives the same bits. [0]")]
+Regions = Annotated[
+    int | None, _flag(WHO, "Regions, each a federation of its own between two meetings of all. [1, or 3 with f2l]")
+]
 Participation = Annotated[float | None, _flag(HOW, "Share of the clients that are active in a round, in (0, 1]. [0.2]")]
 Rounds = Annotated[int | None, _flag(HOW, "Communication rounds. [30]")]
 Epochs = Annotated[int | None, _flag(LEARN, "Local epochs a round. [5]")]
@@ -100,6 +103,7 @@ def run(
     partition: Partition = None,
     alpha: Alpha = None,
     clients: Clients = None,
+    regions: Regions = None,
     participation: Participation = None,
     rounds: Rounds = None,
     epochs: Epochs = None,
@@ -136,6 +140,7 @@ def compare(
     partition: Partition = None,
     alpha: Alpha = None,
     clients: Clients = None,
+    regions: Regions = None,
     participation: Participation = None,
     rounds: Rounds = None,
     epochs: Epochs = None,
@@ -176,6 +181,16 @@ def show(
 ) -> None:
     """Show what runs came to."""
     _commands().show(directories, plot)
+
+
+@app.command(rich_help_panel="Look")
+def episodes(
+    directory: Annotated[Path, typer.Argument(help="The directory of a run with regions.")],
+    classes: Annotated[bool, typer.Option("--classes", help="Also how reliable each region is on each class.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Draw the last episode's confusion matrices: PNG, SVG, PDF.")] = None,
+) -> None:
+    """Show what each meeting of the regions came to, for example after 'fedstill run f2l --set pool=0.1'."""
+    _commands().episodes(directory, classes=classes, out=out)
 
 
 @app.command(rich_help_panel="Look")

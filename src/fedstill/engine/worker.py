@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -27,6 +27,7 @@ class Train:
     client: int
     round: int
     measure: bool = False
+    region: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,15 @@ class Worker:
     federation: Federation
     method: Method
     store: Store
+    regional: tuple[tuple[Task, Method], ...] = ()  # how the clients of each region train
 
     def handle(self, request: Request, down: Message) -> Tree:
         """Do what is asked with what the server sent. The answer is data, ready for any wire."""
         if isinstance(request, Score):
             return score(self.task, down["model"], *self._stored(request))
+        if isinstance(request, Train) and self.regional:
+            task, method = self.regional[request.region]
+            return replace(self, task=task, method=method, regional=()).handle(request, down)
         client = self._client(request, down)
         if isinstance(request, Conclude):
             client.receive()

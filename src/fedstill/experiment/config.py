@@ -18,6 +18,31 @@ from fedstill.methods import registry
 from fedstill.train.task import BufferPolicy
 
 
+class RegionSettings(BaseModel):
+    """What one region has of its own; what is not set is as in the rest of the run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    name: str = ""
+    clients: int | list[int] = Field(0, description="how many clients, or which; 0: an equal share")
+    joins: int = Field(1, ge=1, description="its first round")
+    leaves: int = Field(0, ge=0, description="the first round without it; 0: it stays")
+    method: str = Field("", description="the method inside the region")
+    hyper: dict[str, Any] = Field(default_factory=dict, description="that method's own settings")
+    participation: float | None = Field(None, gt=0, le=1)
+    epochs: int | None = Field(None, ge=1)
+    batch_size: int | None = Field(None, ge=1)
+    optimizer: Literal["sgd", "adam"] | None = None
+    lr: float | None = Field(None, gt=0)
+    momentum: float | None = Field(None, ge=0, lt=1)
+    weight_decay: float | None = Field(None, ge=0)
+
+    def of_its_own(self) -> dict[str, Any]:
+        """The settings of the run that the region has otherwise."""
+        names = ("participation", "epochs", "batch_size", "optimizer", "lr", "momentum", "weight_decay")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
 class Config(BaseModel):
     """Every setting of a run, with its default and meaning. A method's own are in `hyper`."""
 
@@ -69,6 +94,13 @@ class Config(BaseModel):
     momentum: float = Field(0.0, ge=0, lt=1, description="local momentum (sgd)")
     weight_decay: float = Field(0.0, ge=0, description="local weight decay")
     clip: float = Field(0.0, ge=0, description="largest gradient norm; 0: no clipping")
+    # regions
+    regions: int = Field(1, ge=1, description="regions, each a federation of its own between episodes' ends; 1: none")
+    rounds_per_episode: int = Field(5, ge=1, description="rounds after which the regions' models are merged")
+    fixed_regions: bool = Field(True, description="clients stay in their region; else they are dealt anew each episode")
+    region: list[RegionSettings] = Field(default_factory=list, description="what single regions have of their own")
+    late_clients: int = Field(0, ge=0, description="clients, the last ones, that are not there from the start")
+    late_from: int = Field(1, ge=1, description="their first round")
     # how it is run
     seed: int = Field(0, ge=0, description="the same seed gives the same bits")
     engine: Literal["process", "inline"] = Field("process", description="worker processes, or all in this one")
@@ -78,6 +110,10 @@ class Config(BaseModel):
     min_clients: int = Field(1, ge=1, description="stop if fewer clients of a round give a usable answer")
     target: float = Field(0.0, ge=0, le=1, description="report the first round with this accuracy; 0: none")
     hyper: dict[str, Any] = Field(default_factory=dict, description="the method's own settings")
+
+    def each_region(self) -> list[RegionSettings]:
+        """What each region has of its own, if anything."""
+        return self.region or [RegionSettings.model_validate({})] * self.regions
 
     def toml(self) -> str:
         """The configuration as TOML, all settings written out."""
@@ -104,14 +140,22 @@ def anchored(config: Config) -> Config:
     for name in ("method", "model", "data", "proxy"):
         value = getattr(config, name)
         if custom.is_reference(value):
-            file, _, rest = value.rpartition(":")
-            update[name] = f"{Path(file).expanduser().resolve()}:{rest}"
+            update[name] = _anchored(value)
         elif name in ("data", "proxy") and value and Path(value).expanduser().exists():
             update[name] = str(Path(value).expanduser().resolve())
+    update["region"] = [r.model_copy(update={"method": _anchored(r.method)}) for r in config.region]
     data_dir = config.data_dir or os.environ.get("FEDSTILL_DATA", "")
     if data_dir:
         update["data_dir"] = str(Path(data_dir).expanduser().resolve())
     return config.model_copy(update=update)
+
+
+def _anchored(reference: str) -> str:
+    """`file.py:object` with the whole path of the file; anything else as it is."""
+    if not custom.is_reference(reference):
+        return reference
+    file, _, rest = reference.rpartition(":")
+    return f"{Path(file).expanduser().resolve()}:{rest}"
 
 
 def resolve(*layers: Mapping[str, Any], custom_method: bool = False) -> Config:
@@ -131,11 +175,10 @@ def resolve(*layers: Mapping[str, Any], custom_method: bool = False) -> Config:
                 merged[key] = value
             else:
                 tables["hyper"][key] = value
-    if merged.get("partition") == "natural":
-        merged.setdefault("clients", 0)
     hyper, method = tables["hyper"], merged.get("method", "fedavg")
     if not isinstance(method, str):
         raise SettingError(f"method = {method!r}: the name of a method is needed")
+    _follow_up(merged, method)
     merged |= tables
     if not custom_method and not is_object(method):
         own = [p.name for p in registry.hyper_parameters(method)]
@@ -149,6 +192,34 @@ def resolve(*layers: Mapping[str, Any], custom_method: bool = False) -> Config:
         raise SettingError(registry.explain(error)) from error
     augment.parse(config.augment)
     return config
+
+
+def _follow_up(merged: dict[str, Any], method: str) -> None:
+    """Defaults that depend on other settings."""
+    if merged.get("partition") == "natural":
+        merged.setdefault("clients", 0)
+    if "region" in merged:
+        merged["region"] = _regions(merged["region"], method)
+        merged.setdefault("regions", len(merged["region"]) or 1)
+    elif "f2l" in method.split("+"):
+        merged.setdefault("regions", 3)
+
+
+def _regions(tables: Any, method: str) -> list[dict[str, Any]]:
+    """The regions' tables, a name that is no setting of a region taken for one of its method's own."""
+    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
+        raise SettingError("region: a list of tables is needed, [[region]] for each in a file")
+    found = []
+    for table in tables:
+        plain = {k: v for k, v in table.items() if k in RegionSettings.model_fields}
+        own = plain.pop("hyper", {}) | {k: v for k, v in table.items() if k not in RegionSettings.model_fields}
+        runs = plain.get("method") or method
+        known = [] if is_object(runs) else [p.name for p in registry.hyper_parameters(runs)]
+        for key in own:
+            if key not in known:
+                raise unknown("setting of a region", key, [*known, *RegionSettings.model_fields])
+        found.append(plain | {"hyper": own})
+    return found
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

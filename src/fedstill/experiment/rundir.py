@@ -107,7 +107,7 @@ class RunDirectory:
         write_atomic(path, tree.encode(state))
         kept = self._checkpoint_rounds()[-_KEPT:]
         active = list(active)
-        for store in (self.client_store, self.server_store):
+        for store in self._stores():
             store.prune(active, needed=kept[0])
         for old in self._checkpoint_rounds()[:-_KEPT]:
             self._checkpoint_path(old).unlink()
@@ -151,12 +151,19 @@ class RunDirectory:
         write_atomic(self.path / name, data)
 
     def _undo_after(self, round_: int) -> None:
-        self.client_store.rollback(round_)
-        self.server_store.rollback(round_)
+        for store in self._stores():
+            store.rollback(round_)
         kept = [r for r in self.records() if r["round"] <= round_]
         write_atomic(self.path / "metrics.jsonl", "".join(to_json(r) + "\n" for r in kept))
         for leftover in self.path.rglob(".*.tmp"):  # of writes that a crash cut off
             leftover.unlink(missing_ok=True)
+
+    def regional_store(self, region: int) -> Store:
+        """What a region's server keeps for single clients."""
+        return Store(self.checkpoints / f"server-{region}")
+
+    def _stores(self) -> list[Store]:
+        return [self.client_store, self.server_store, *map(Store, self.checkpoints.glob("server-*"))]
 
     def _checkpoint_path(self, round_: int) -> Path:
         return self.checkpoints / f"round-{round_:06d}.safetensors"
@@ -183,7 +190,7 @@ class RunDirectory:
             (self.path / name).unlink(missing_ok=True)
         for file in self.checkpoints.glob("round-*"):
             file.unlink()
-        for store in (self.client_store, self.server_store):
+        for store in self._stores():
             shutil.rmtree(store.root, ignore_errors=True)
 
     def release(self) -> None:

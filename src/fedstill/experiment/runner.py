@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from fedstill.core import seeds
 from fedstill.core.errors import FedstillError, SettingError
-from fedstill.core.tree import nbytes
-from fedstill.data.federation import Federation
+from fedstill.core.tree import Tree, nbytes
+from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine, Inline
 from fedstill.engine.process import Processes
 from fedstill.engine.worker import Conclude, Score, Source, Train, Worker
 from fedstill.experiment.config import anchored, fixed
+from fedstill.experiment.regions import Region
 from fedstill.experiment.rundir import Record, RunDirectory, to_json, without_nan
 from fedstill.experiment.setup import Setup
 from fedstill.experiment.uplinks import Checked
@@ -40,6 +41,7 @@ QUALITY = ("accuracy", "loss", "amp", "fm", "wlp", "local_accuracy")
 LOWER_IS_BETTER = ("loss", "fm")
 FINAL_EVALUATIONS = 5
 _SCORED_AT_ONCE = 1000
+_LOGGED = ("stage", "disagreement")
 
 
 class Listener:
@@ -63,6 +65,7 @@ class Evaluation:
     accuracy: float
     loss: float
     per_class: list[float]
+    confusion: IntArray  # true classes by predicted ones, on the global test set
     fair: Fairness
 
     def record(self) -> Record:
@@ -78,16 +81,31 @@ class Run:
         self.setup, self.directory = setup, directory
         self.listener = listener or Listener()
         self.server = Server(setup.task, setup.federation.sizes, directory.server_store, setup.pool())
+        self.regional = {0: self.server} if setup.hierarchy.flat else self._regional_servers()
         self.records: list[Record] = []
         self._active_since_checkpoint: set[int] = set()
         restored = directory.restore()
         if restored is None:
-            setup.method.start(self.server)
+            for region in setup.hierarchy.regions:
+                region.method.start(self.regional[region.number])
         else:
             self.server.round, state = restored
             refuse_changes(state.get("settings", {}), fixed(anchored(setup.config)))
             self.server.model, self.server.state = state["model"], state["state"]
+            for number, kept in state.get("regions", {}).items():
+                self.regional[int(number)].model, self.regional[int(number)].state = kept["model"], kept["state"]
             self.records = directory.records()
+
+    def _regional_servers(self) -> dict[int, Server]:
+        """A server for each region, which knows its own clients alone."""
+        setup, pool, servers = self.setup, self.server.pool, {}
+        for region in setup.hierarchy.regions:
+            sizes = np.zeros_like(setup.federation.sizes)
+            sizes[region.clients] = setup.federation.sizes[region.clients]
+            store = self.directory.regional_store(region.number)
+            members = len(region.clients)
+            servers[region.number] = Server(region.task, sizes, store, pool, clients=members, region=region.number)
+        return servers
 
     def execute(self) -> Record:
         """Run the rounds that are left and write the results."""
@@ -98,7 +116,9 @@ class Run:
 
     def _execute(self) -> Record:
         config = self.setup.config
-        worker = Worker(self.setup.task, self.setup.federation, self.setup.method, self.directory.client_store)
+        setup, regions = self.setup, self.setup.hierarchy.regions
+        regional = () if setup.hierarchy.flat else tuple((region.task, region.method) for region in regions)
+        worker = Worker(setup.task, setup.federation, setup.method, self.directory.client_store, regional)
         with one_thread(), make_engine(config.engine, config.workers, worker) as engine:
             log.info("rounds %d to %d of %s", self.server.round + 1, config.rounds, config.method)
             self.listener.started(self.setup, self.server.round)
@@ -123,49 +143,120 @@ class Run:
         return summary
 
     def _round(self, engine: Engine, round_: int) -> tuple[Record, Evaluation | None]:
-        config, method, server = self.setup.config, self.setup.method, self.server
+        config, hierarchy = self.setup.config, self.setup.hierarchy
         began = time.perf_counter()
-        server.round = round_
-        cohort = draw_cohort(self.setup.federation, config.participation, config.seed, round_)
-        due = round_ == config.rounds or (config.eval_every > 0 and round_ % config.eval_every == 0)
-        self.listener.round_started(round_, len(cohort))
-        method.begin(server)
-        down = method.downlink(server)
-        wire = method.wire(self.setup.task)
-        if problem := misfit(down, wire.down):
-            raise FedstillError(f"what the server is about to send is not what {config.method} declares: {problem}")
-        uplinks = Checked(
-            cohort,
-            engine.run([Train(k, round_, measure=due) for k in cohort], down),
-            wire.up,
-            least=config.min_clients,
-            tick=self.listener.client_done,
-        )
-        method.aggregate(server, iter(uplinks))
-        if not torch.isfinite(server.model).all():
+        self.server.round = round_
+        last = round_ == config.rounds
+        meets = hierarchy.flat or hierarchy.ends_episode(round_)
+        due = meets and (last or self._evaluates(round_))
+        present, sizes = hierarchy.present(round_), self.setup.federation.sizes
+        cohorts = [
+            draw_cohort(sizes, members, region.participation, config.seed, round_, region.number)
+            for region, members in present
+        ]
+        self.listener.round_started(round_, sum(map(len, cohorts)))
+        tally = Tally()
+        for (region, _), cohort in zip(present, cohorts, strict=True):
+            self._regional_round(engine, region, cohort, tally, measure=due)
+        episode: Record = {}
+        if hierarchy.ends_episode(round_):
+            episode = self._merge(engine, [region for region, _ in present], compare=due)
+        if not torch.isfinite(self.server.model).all():
             raise FedstillError(f"round {round_}: the global model is no longer finite; a smaller lr may help")
-        self._active_since_checkpoint.update(cohort)
+        self._active_since_checkpoint.update(k for cohort in cohorts for k in cohort)
         trained = time.perf_counter()
         models = self._models() if due else {}
         evaluations = {name: self._evaluate(engine, model) for name, model in models.items()}
         main = next(iter(evaluations.values()), None)
         record: Record = {"round": round_, "evaluated": due, **dict.fromkeys(QUALITY)}
         if due:
-            record["local_accuracy"] = uplinks.mean("local_accuracy")
-            record |= main.record() if main else _of_own_models(uplinks)
+            record["local_accuracy"] = tally.mean("local_accuracy")
+            record |= main.record() if main else _of_own_models(tally)
         record |= {
-            "train_loss": uplinks.mean("train_loss"),
-            "bytes_down": nbytes(down) * len(cohort),
-            "bytes_up": uplinks.bytes_up,
-            "clients": len(cohort),
-            "dropped": len(uplinks.dropped),
+            "train_loss": tally.mean("train_loss"),
+            "bytes_down": tally.bytes_down,
+            "bytes_up": tally.bytes_up,
+            "clients": sum(map(len, cohorts)),
+            "dropped": tally.dropped,
             "seconds": trained - began,
             "eval_seconds": time.perf_counter() - trained,
         }
         others = list(evaluations.items())[1:]
         if others:
             record["also"] = {name: evaluation.record() for name, evaluation in others}
+        if main and episode:
+            episode["student"] = {"accuracy": main.accuracy, "confusion": main.confusion.tolist()}
+        if episode:
+            record["episode"] = episode
+        elif hierarchy.flat and self.server.notes:
+            record["server"] = self.server.notes
+        if self._follows_meeting(round_):
+            record["teachers_after"] = {
+                region.name: self._tested(engine, self.regional_model(region))[0] for region, _ in present
+            }
         return without_nan(record), main
+
+    def _evaluates(self, round_: int) -> bool:
+        """Whether the setting asks for an evaluation; with regions, every meeting between two of them gets one."""
+        every = self.setup.config.eval_every
+        gap = 1 if self.setup.hierarchy.flat else self.setup.hierarchy.rounds_per_episode
+        return every > 0 and round_ // every > (round_ - gap) // every
+
+    def _follows_meeting(self, round_: int) -> bool:
+        """Whether the regions have just trained for one round on what a meeting that was evaluated gave them."""
+        before = self.records[-1] if self.records else {}
+        return before.get("round") == round_ - 1 and "student" in before.get("episode", {})
+
+    def _regional_round(
+        self, engine: Engine, region: Region, cohort: list[int], tally: Tally, *, measure: bool
+    ) -> None:
+        """One round of a federation: of all clients, or of a region's."""
+        method, server, round_ = region.method, self.regional[region.number], self.server.round
+        server.round, server.notes = round_, {}
+        method.begin(server)
+        down = method.downlink(server)
+        wire = method.wire(region.task)
+        if problem := misfit(down, wire.down):
+            raise FedstillError(f"what the server is about to send is not what {method.name} declares: {problem}")
+        uplinks = Checked(
+            cohort,
+            engine.run([Train(k, round_, measure, region.number) for k in cohort], down),
+            wire.up,
+            least=self.setup.config.min_clients,
+            tick=self.listener.client_done,
+        )
+        method.aggregate(server, iter(uplinks))
+        tally.add(uplinks, nbytes(down) * len(cohort))
+
+    def _merge(self, engine: Engine, present: list[Region], *, compare: bool) -> Record:
+        """The end of an episode: one model of all regions' models, for all of them."""
+        models = {region.name: self.regional_model(region) for region in present}
+        teachers: Record = {}
+        for name, model in models.items() if compare else ():
+            accuracy, confusion = self._tested(engine, model)
+            teachers[name] = {"accuracy": accuracy, "confusion": confusion.tolist()}
+        self.server.notes = {}
+        began = time.perf_counter()
+        self.setup.method.merge(self.server, list(models.values()))
+        seconds = time.perf_counter() - began
+        for server in self.regional.values():
+            server.model = self.server.model
+        moved = 2 * nbytes({"model": self.server.model}) * len(models)
+        number = self.server.round // self.setup.hierarchy.rounds_per_episode
+        log.info("episode %d: %s", number, ", ".join(f"{k} {v}" for k, v in self.server.notes.items() if k in _LOGGED))
+        episode = {"number": number, "regions": list(models), "bytes": moved, **self.server.notes}
+        return episode | {"server_seconds": seconds} | ({"teachers": teachers} if teachers else {})
+
+    def regional_model(self, region: Region) -> Tensor:
+        """The model of a region: what it would give its own clients."""
+        return next(iter(region.method.models(self.regional[region.number]).values()))
+
+    def _tested(self, engine: Engine, model: Tensor) -> tuple[float, IntArray]:
+        """Accuracy and confusion of a model on the global test set."""
+        test = self.setup.federation.dataset.test
+        _, predicted = self._score(engine, model, "test", len(test.y))
+        confusion = confusion_matrix(test.y.numpy(), predicted, self.setup.task.classes)
+        return _share(int(confusion.trace()), int(confusion.sum())), confusion
 
     def _conclude(self, engine: Engine) -> None:
         """Ask every client that has data once more."""
@@ -177,7 +268,9 @@ class Run:
         method.conclude(self.server, iter(uplinks))
 
     def _models(self) -> dict[str, Tensor]:
-        return self.setup.method.models(self.server)
+        if self.setup.hierarchy.flat or self.setup.method.concludes:
+            return self.setup.method.models(self.server)
+        return {"model": self.server.model}
 
     def model(self) -> Tensor:
         """The weights of the model: what the run is for."""
@@ -187,17 +280,15 @@ class Run:
         federation = self.setup.federation
         test = federation.dataset.test
         loss, predicted = self._score(engine, model, "test", len(test.y))
-        labels = test.y.numpy()
-        correct = predicted == labels
-        hits = np.bincount(labels[correct], minlength=self.setup.task.classes)
-        counts = np.bincount(labels, minlength=self.setup.task.classes)
-        per_class = [float(h / n) if n else math.nan for h, n in zip(hits, counts, strict=True)]
+        confusion = confusion_matrix(test.y.numpy(), predicted, self.setup.task.classes)
+        hits, counts = confusion.diagonal().tolist(), confusion.sum(1).tolist()
         _, local = self._score(engine, model, "local", len(federation.test_index))
         local_labels = federation.test_split.y.numpy()[federation.test_index]
         return Evaluation(
-            accuracy=float(correct.mean()) if len(labels) else math.nan,
-            loss=float(loss.mean(dtype=np.float64)) if len(labels) else math.nan,
-            per_class=per_class,
+            accuracy=_share(sum(hits), sum(counts)),
+            loss=float(loss.mean(dtype=np.float64)) if len(loss) else math.nan,
+            per_class=[_share(h, n) for h, n in zip(hits, counts, strict=True)],
+            confusion=confusion,
             fair=fairness(local == local_labels, federation.test_offsets),
         )
 
@@ -212,11 +303,13 @@ class Run:
         return loss, predicted
 
     def _checkpoint(self) -> None:
-        state = {
+        state: Tree = {
             "model": self.server.model,
             "state": self.server.state,
             "settings": fixed(anchored(self.setup.config)),
         }
+        if not self.setup.hierarchy.flat:
+            state["regions"] = {str(n): {"model": s.model, "state": s.state} for n, s in self.regional.items()}
         self.directory.checkpoint(self.server.round, state, sorted(self._active_since_checkpoint))
         self._active_since_checkpoint.clear()
 
@@ -294,7 +387,40 @@ def _best_and_final(scored: list[Record]) -> Record:
     return found
 
 
-def _of_own_models(uplinks: Checked) -> Record:
+class Tally:
+    """What came back in a round, of all its regions."""
+
+    def __init__(self) -> None:
+        self.bytes_down = self.bytes_up = self.dropped = 0
+        self.metrics: dict[str, list[float]] = {}
+
+    def add(self, uplinks: Checked, bytes_down: int) -> None:
+        self.bytes_down += bytes_down
+        self.bytes_up += uplinks.bytes_up
+        self.dropped += len(uplinks.dropped)
+        for name, values in uplinks.metrics.items():
+            self.metrics.setdefault(name, []).extend(values)
+
+    def mean(self, metric: str) -> float | None:
+        """Mean of a number that the good clients reported."""
+        values = self.metrics.get(metric)
+        return sum(values) / len(values) if values else None
+
+
+def confusion_matrix(labels: IntArray, predicted: IntArray, classes: int) -> IntArray:
+    """How often samples of each class (rows) were taken for each class (columns).
+
+    >>> confusion_matrix(np.array([0, 0, 1]), np.array([0, 1, 1]), 2).tolist()
+    [[1, 1], [0, 1]]
+    """
+    return np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else math.nan
+
+
+def _of_own_models(uplinks: Tally) -> Record:
     """The same numbers where there is no global model: of the active clients' own models, on average."""
     local = np.array(uplinks.metrics.get("local_accuracy", []))
     known = len(local) > 0
@@ -307,15 +433,17 @@ def _of_own_models(uplinks: Checked) -> Record:
     }
 
 
-def draw_cohort(federation: Federation, participation: float, seed: int, round_: int) -> list[int]:
-    """The clients of a round, uniformly without replacement among those that have data: the same for every method.
+def draw_cohort(
+    sizes: IntArray, members: IntArray, participation: float, seed: int, round_: int, region: int = 0
+) -> list[int]:
+    """The clients of a round, drawn uniformly among the members that have data: the same for every method.
 
     The largest come first, so that no worker is left alone with a large one at the end. Sums run in this order.
     """
-    sizes = federation.sizes
-    able = np.flatnonzero(sizes)
-    count = min(len(able), max(1, math.floor(participation * federation.clients + 0.5)))
-    drawn = able[seeds.numpy_rng(seed, "cohort", round_).choice(len(able), count, replace=False)]
+    able = members[sizes[members] > 0]
+    count = min(len(able), max(1, math.floor(participation * len(members) + 0.5)))
+    where = (round_, region) if region else (round_,)
+    drawn = able[seeds.numpy_rng(seed, "cohort", *where).choice(len(able), count, replace=False)]
     return [int(k) for k in sorted(drawn, key=lambda k: (-sizes[k], k))]
 
 

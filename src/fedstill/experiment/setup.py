@@ -18,7 +18,8 @@ from fedstill.data import load as load_dataset
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation, federate
 from fedstill.data.proxy import balanced, check_stands_in, match_channels
-from fedstill.experiment.config import Config, is_object
+from fedstill.experiment.config import Config, RegionSettings, is_object
+from fedstill.experiment.regions import Hierarchy, Region, assign
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.models import as_classifier, build, image_size
@@ -37,6 +38,7 @@ class Setup:
     task: Task
     federation: Federation
     method: Method
+    hierarchy: Hierarchy
 
     def pool(self) -> Samples | None:
         """The samples that the server itself holds."""
@@ -73,7 +75,82 @@ def prepare(
     method.check(task)
     if method.needs().server_labels and not len(federation.pool_index):
         raise SettingError(f"{config.method} needs labelled samples on the server: set pool, for example pool=0.1")
-    return Setup(config, task, federation, method)
+    return Setup(config, task, federation, method, arrange(config, task, federation, method))
+
+
+def arrange(config: Config, task: Task, federation: Federation, method: Method) -> Hierarchy:
+    """The regions of a run, each with its method and how its clients train; one, of all clients, if there are none."""
+    clients = federation.clients
+    if config.late_clients >= clients:
+        raise SettingError(f"late_clients = {config.late_clients}: some of the {clients} clients must be there at once")
+    tables = config.region
+    if tables and config.regions != len(tables):
+        raise SettingError(f"regions = {config.regions}, but there are {len(tables)} [[region]] tables")
+    if not tables and config.regions == 1:
+        everyone = Region(0, "", np.arange(clients), method, task, config.participation)
+        return Hierarchy((everyone,), late=config.late_clients, late_from=config.late_from)
+    if config.rounds % config.rounds_per_episode:
+        raise SettingError(
+            f"rounds = {config.rounds} is not a whole number of episodes; rounds_per_episode is "
+            f"{config.rounds_per_episode}"
+        )
+    found = []
+    for number, (own, members) in enumerate(zip(config.each_region(), assign(config, clients), strict=True)):
+        settings = config.model_copy(update=own.of_its_own())
+        name = own.name or f"region {number + 1}"
+        regional_task = task.trained_as(local_training(settings, federation)) if own.of_its_own() else task
+        inside = regional_method(own, config, method)
+        _check_region(name, inside, regional_task, config)
+        found.append(
+            Region(number, name, members, inside, regional_task, settings.participation, own.joins, own.leaves)
+        )
+    hierarchy = Hierarchy(
+        tuple(found),
+        config.rounds_per_episode,
+        not config.fixed_regions,
+        config.late_clients,
+        config.late_from,
+        config.seed,
+    )
+    _check_attendance(hierarchy, config, federation)
+    return hierarchy
+
+
+def regional_method(own: RegionSettings, config: Config, method: Method) -> Method:
+    """The method inside a region: its own, or the run's with the region's settings."""
+    if own.method:
+        return registry.make(own.method, own.hyper)
+    return (registry.make(config.method, config.hyper | own.hyper) if own.hyper else method).regional()
+
+
+def _check_region(name: str, method: Method, task: Task, config: Config) -> None:
+    """Refuse, inside a region, what cannot be merged with others."""
+    if not method.global_model:
+        raise SettingError(f"{name}: its method has no global model that could be merged with other regions'")
+    changes_model = method.needs().changed_model
+    if changes_model and any(r.method and r.method != config.method for r in config.region):
+        raise SettingError(f"{name}: its method changes the network, so all regions must run it")
+    if not config.fixed_regions and (any(r.method or r.hyper for r in config.region) or method.averages_all_clients):
+        raise SettingError(
+            f"{name}: fixed_regions = false deals the clients anew, which asks for one method in all regions, and "
+            "one that does not average clients it no longer has (T1)"
+        )
+    method.check(task)
+
+
+def _check_attendance(hierarchy: Hierarchy, config: Config, federation: Federation) -> None:
+    """Refuse a plan in which somebody has nobody to work with."""
+    names = [region.name for region in hierarchy.regions]
+    if len(set(names)) < len(names):
+        raise SettingError(f"region: each needs a name of its own, and they are {', '.join(names)}")
+    changes = {1, config.late_from, *(r.joins for r in hierarchy.regions), *(r.leaves for r in hierarchy.regions)}
+    for round_ in sorted(r for r in changes if 1 <= r <= config.rounds):
+        present = hierarchy.present(round_)
+        if not present:
+            raise SettingError(f"region: no region is there in round {round_}")
+        for region, members in present:
+            if not federation.sizes[members].any():
+                raise SettingError(f"{region.name}: none of its clients has data in round {round_}")
 
 
 def load_data(config: Config) -> Dataset:

@@ -54,8 +54,3 @@ class Checked:
                 f"only {len(self.good)} of {len(self._clients)} clients gave a usable answer, "
                 f"{self._least} are needed (min_clients); the last one dropped: {last}"
             )
-
-    def mean(self, metric: str) -> float | None:
-        """Mean of a number that the good clients reported."""
-        values = self.metrics.get(metric)
-        return sum(values) / len(values) if values else None

@@ -9,7 +9,7 @@ all four; another method overrides the answers that differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstill.aggregate.mean import weighted_mean
 from fedstill.core import seeds
 from fedstill.core.store import Store
 from fedstill.core.tree import Message, Tree, first_not_finite
@@ -107,23 +108,32 @@ class Uplink:
 class Server:
     """What a method's server side works with."""
 
-    def __init__(self, task: Task, sizes: NDArray[np.int64], store: Store, pool: Samples | None = None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        sizes: NDArray[np.int64],
+        store: Store,
+        pool: Samples | None = None,
+        *,
+        clients: int | None = None,
+        region: int = 0,
+    ) -> None:
         self.task = task
         self.sizes = sizes  # training samples of every client, active or not
+        self.clients = len(sizes) if clients is None else clients  # how many there are, active or not
+        self.region = region  # the number of its region, if there are several
         self.pool = pool  # labelled samples that the server itself holds
         self.round = 0  # the round in progress, from 1
         self.model: Tensor = task.initial  # the global weights
+        self.before: Tensor = task.initial  # those that the round began with, for what works after the average
         self.state: dict[str, Any] = {}  # what the method keeps between rounds; part of every checkpoint
+        self.notes: dict[str, Any] = {}  # what the method has to say about the round, for its record
         self.store = store  # what the method keeps for single clients, on disk
-
-    @property
-    def clients(self) -> int:
-        """How many clients there are, active or not."""
-        return len(self.sizes)
 
     def rng(self, purpose: str) -> torch.Generator:
         """A random stream of the server's own, for one purpose in this round."""
-        return seeds.torch_rng(self.task.seed, f"server: {purpose}", self.round)
+        where = (self.round, self.region) if self.region else (self.round,)
+        return seeds.torch_rng(self.task.seed, f"server: {purpose}", *where)
 
 
 @dataclass(frozen=True)
@@ -202,6 +212,15 @@ class Method:
     def models(self, server: Server) -> dict[str, Tensor]:
         """The models to evaluate. The first is the model: the one that is saved and headlines the results."""
         return {"model": server.model}
+
+    def regional(self) -> Method:
+        """The method that runs inside each region where there are regions."""
+        return self
+
+    def merge(self, server: Server, models: Sequence[Tensor]) -> None:
+        """Update the global `server` from the models of the regions, at the end of an episode: their mean."""
+        server.model = weighted_mean((model, 1) for model in models)
+        server.notes["stage"] = "average"
 
     @property
     def concludes(self) -> bool:

@@ -30,7 +30,8 @@ class CReFF(ServerSide):
     features: Annotated[int, Ge(1), "synthetic features of each class"] = 100
     match_steps: Annotated[int, Ge(0), "steps of matching gradients a round"] = 100
     match_lr: Annotated[float, Gt(0), "learning rate of the features (SGD)"] = 0.1
-    retrain_epochs: Annotated[int, Ge(1), "steps of training a new classifier on them"] = 300
+    retrain_epochs: Annotated[int, Ge(1), "epochs of training a new classifier on them"] = 300
+    retrain_batch: Annotated[int, Ge(1), "its batch size"] = 32
     retrain_lr: Annotated[float, Gt(0), "its learning rate (SGD)"] = 0.01
     draws: Annotated[int, Ge(1), "batches that a class's gradient is the mean of"] = 10
     draw_size: Annotated[int, Ge(1), "samples in each"] = 32
@@ -81,7 +82,9 @@ class CReFF(ServerSide):
         present = torch.nonzero(known).flatten().tolist()
         server.state["synthetic"] = self.match(head, server.state["synthetic"], real, present)
         fresh = task.build("fresh classifier")
-        server.state["head"] = self.retrain(classifier(fresh).head, server.state["synthetic"])
+        server.state["head"] = self.retrain(
+            classifier(fresh).head, server.state["synthetic"], server.rng("re-training")
+        )
 
     def match(self, head: nn.Module, start: Tensor, real: Tensor, present: list[int]) -> Tensor:
         """Features whose gradients point where the clients' do, for each class that was present."""
@@ -97,14 +100,15 @@ class CReFF(ServerSide):
             sgd.step()
         return synthetic.detach()
 
-    def retrain(self, head: nn.Module, synthetic: Tensor) -> Tensor:
+    def retrain(self, head: nn.Module, synthetic: Tensor, order: torch.Generator) -> Tensor:
         """A fresh classifier, trained on the synthetic features of all classes."""
         x, y = synthetic.flatten(0, 1), torch.arange(len(synthetic)).repeat_interleave(self.features)
         sgd = torch.optim.SGD(head.parameters(), lr=self.retrain_lr, fused=True)
         for _ in range(self.retrain_epochs):
-            sgd.zero_grad()
-            F.cross_entropy(head(x), y).backward()
-            sgd.step()
+            for ids in torch.randperm(len(y), generator=order).split(self.retrain_batch):
+                sgd.zero_grad()
+                F.cross_entropy(head(x[ids]), y[ids]).backward()
+                sgd.step()
         return flat([p.detach() for p in head.parameters()])
 
     def models(self, server: Server) -> dict[str, Tensor]:

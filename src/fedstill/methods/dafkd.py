@@ -30,7 +30,7 @@ from fedstill.models.base import Classifier
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, predict, require_features
 from fedstill.train.loop import Batch, Objective, descend, steps_of
-from fedstill.train.task import LocalTraining, Samples, Task, classifier
+from fedstill.train.task import LocalTraining, Samples, Task, classifier, statistics_kept
 
 Variant = Literal["full", "no-sharing", "no-correlation", "no-distill"]
 
@@ -46,7 +46,8 @@ class Discriminator(nn.Module):
         self.trunk = trunk
         self.head = nn.Linear(feature_dim, 1)
 
-    def forward(self, x: Tensor, features: Tensor) -> Tensor:
+    def forward(self, x: Tensor, features: Tensor | None = None) -> Tensor:
+        """The logit of each sample being the client's; the classifier's features are needed where it has no trunk."""
         said: Tensor = self.head(features if self.trunk is None else self.trunk.features(x))
         return said.squeeze(1)
 
@@ -59,7 +60,7 @@ class DaFKD(ServerSide):
     paper: ClassVar[str] = "Wang et al. 2023"
     extra_information: ClassVar[str] = "a generator and a discriminator trained on its data"
 
-    uniform: Annotated[bool, "average the clients' weights uniformly (Eq. 4), not by sample counts"] = True
+    uniform: Annotated[bool, "average the clients' weights uniformly (Eq. 6), not by sample counts"] = True
     variant: Annotated[Variant, "the ablations of Table 3, or all of it"] = "full"
     private: Annotated[bool, "clients send weighted predictions instead of their discriminators (Sec. 3.3)"] = False
     conditional: Annotated[bool, "the generator is told a label"] = False
@@ -115,6 +116,7 @@ class DaFKD(ServerSide):
         generator.load(client.down["generator"])
         discriminator.load(client.state.get("discriminator", self.new_discriminator(task).read()))
         judge = discriminator.module.train()
+        assert isinstance(judge, Discriminator)
         generator.module.train()
         inner = super().objective(client)
         if self.adv_rounds and client.round > self.adv_rounds:
@@ -127,34 +129,32 @@ class DaFKD(ServerSide):
         def active() -> bool:
             return last is None or step < last
 
-        fakes = torch.empty(0)
-
         def inputs(batch: Batch) -> Tensor:
-            nonlocal fakes
             if not active():
-                fakes = batch.x[:0]
-            else:
-                with torch.no_grad():
-                    fakes = self.make(task, len(batch.y), noise)
-            return fakes
+                return batch.x[:0]
+            with torch.no_grad():
+                return self.make(task, len(batch.y), noise)
 
         def term(batch: Batch, out: Outputs) -> Tensor:  # L_adv: Eq. 2 over the 2b samples
-            assert out.extra is not None
-            if not len(fakes):
+            if not active():
                 return torch.zeros(())
-            said = torch.cat([judge(batch.x, out.features), judge(fakes, out.extra.features)])
-            real = torch.cat([torch.ones(len(batch.y)), torch.zeros(len(fakes))])
+            if out.extra is None:  # a trunk of the discriminator's own
+                said = torch.cat([judge(batch.x), judge(inputs(batch))])
+            else:
+                said = judge.head(torch.cat([out.features, out.extra.features])).squeeze(1)
+            real = (torch.arange(len(said)) < len(batch.y)).float()
             return F.binary_cross_entropy_with_logits(said, real)
 
         def after(batch: Batch) -> None:  # the generator ascends Eq. 3, in its non-saturating form
             nonlocal step
             if active():
                 made = self.make(task, max(2, len(batch.y)), noise)
-                loss = -F.logsigmoid(judge(made, client.net.features(made))).mean()
-                descend(loss, generator.params, adam)
+                with statistics_kept(judge.trunk or client.net):
+                    said = judge(made) if judge.trunk else judge.head(client.net.features(made)).squeeze(1)
+                descend(-F.logsigmoid(said).mean(), generator.params, adam)
             step += 1
 
-        return inner + Objective(term=term, inputs=inputs, after=after, modules=(judge,))
+        return inner + Objective(term, inputs=None if judge.trunk else inputs, after=after, modules=(judge,))
 
     def uplink(self, client: Client) -> Message:
         task, discriminator = client.task, self.discriminator(client.task)
@@ -171,7 +171,7 @@ class DaFKD(ServerSide):
 
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         task, sent = server.task, server.state["generator"]
-        server.state["generator"] = weighted_mean((up["generator"], 1) for up in uplinks)  # Eq. 6
+        server.state["generator"] = weighted_mean((up["generator"], 1) for up in uplinks)  # Eq. 4
         if server.round == 1 or self.variant == "no-distill" or self.server_epochs == 0:
             return
         if self.private:

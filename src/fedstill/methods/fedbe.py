@@ -24,7 +24,7 @@ class FedBE(ServerSide):
     needs_proxy_data: ClassVar[bool] = True
 
     samples: Annotated[int, Ge(0), "models drawn; 0 with clients_teach is plain ensemble distillation"] = 10
-    distribution: Annotated[Literal["gaussian", "dirichlet"], "of the weights, or of the clients' shares"] = "gaussian"
+    distribution: Annotated[Literal["gaussian", "dirichlet"], "of the updates, or of the clients' shares"] = "gaussian"
     spread: Annotated[float, Ge(0), "factor on the Gaussian's standard deviation"] = 0.1
     clients_teach: Annotated[bool, "the clients' own models teach too"] = True
     sharpen: Annotated[float, Gt(0), "temperature of the ensemble's probabilities; below 1 sharpens"] = 0.5
@@ -37,8 +37,7 @@ class FedBE(ServerSide):
             return
         proxy = self.proxy(server)
         models = torch.stack([up["model"] for up in uplinks])
-        shares = torch.tensor([float(up.samples) for up in uplinks], dtype=torch.float64)
-        teachers = [server.model, *self.draw(server, models, shares / shares.sum())]
+        teachers = [server.model, *self.draw(server, models)]
         teachers += list(models) if self.clients_teach else []
         mixture = mean_probabilities(ask(server.task, teachers, proxy))
         sharpened = mixture ** (1 / self.sharpen)
@@ -53,15 +52,28 @@ class FedBE(ServerSide):
         loss, order = match_probabilities(targets), server.rng("distillation")
         server.model = distil(server.task, server.model, proxy, loss, training, order)
 
-    def draw(self, server: Server, models: Tensor, shares: Tensor) -> list[Tensor]:
+    def draw(self, server: Server, models: Tensor) -> list[Tensor]:
         """Weights drawn from the distribution that the clients' weights (K, size) suggest."""
         rng = server.rng("ensemble")
         if self.distribution == "dirichlet":
             # Dir(1, …, 1) by normalised exponentials
             raw = torch.empty(self.samples, len(models), dtype=torch.float64).exponential_(generator=rng)
             return [(part @ models.double()).to(models.dtype) for part in raw / raw.sum(1, keepdim=True)]
-        mean = server.model.double()
-        variance = (shares.unsqueeze(1) * (models.double() - mean).square()).sum(0)
-        deviation = self.spread * variance.sqrt()
-        noise = torch.randn(self.samples, models.shape[1], generator=rng, dtype=torch.float64)
-        return [(mean + deviation * n).to(models.dtype) for n in noise]
+        start, trainable = server.before.double(), server.task.trainable
+        layers = [p.numel() for p in server.task.nets.get("student").params]
+        updates = (models.double() - start)[:, :trainable].split(layers, dim=1)
+        drawn = server.model.double().repeat(self.samples, 1)  # statistics stay those of the average
+        noise = torch.randn(self.samples, trainable, generator=rng, dtype=torch.float64)
+        parts = zip(
+            updates,
+            noise.split(layers, 1),
+            drawn[:, :trainable].split(layers, 1),
+            start.split([*layers, len(start) - trainable])[:-1],
+            strict=True,
+        )
+        for update, random, place, begun in parts:
+            length = update.norm(dim=1, keepdim=True)
+            direction = update / length.clamp(min=1e-12)
+            deviation = self.spread * direction.std(0, correction=0)
+            place.copy_(begun + length.mean() * (direction.mean(0) + deviation * random))
+        return list(drawn.to(models.dtype))

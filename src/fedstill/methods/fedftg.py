@@ -63,7 +63,7 @@ class FedFTG(ServerSide):
         generator.module.train()
         flat = task.nets.get("distilled")
         flat.load(server.model)
-        student = classifier(flat).train()
+        student = classifier(flat)
         teachers = load_teachers(task, [up["model"] for up in uplinks])
         counts = torch.stack([up["counts"] for up in uplinks])
         weights, labels = label_weights(counts), counts.sum(0)
@@ -72,6 +72,7 @@ class FedFTG(ServerSide):
         for _ in range(self.iterations):
             y = torch.multinomial(labels, self.server_batch, replacement=True, generator=rng)
             z = torch.randn(self.server_batch, self.z_dim, generator=rng)
+            student.eval()  # the generator's steps leave its statistics alone
             for weight, teacher in zip(weights, teachers, strict=True):
                 made = generator.module(z, y)
                 said, taught = student(made), teacher(made)
@@ -84,6 +85,7 @@ class FedFTG(ServerSide):
                 made = generator.module(z, y)
                 soft = torch.stack([teacher(made).softmax(1) for teacher in teachers])
                 target = (weights[:, y].unsqueeze(2) * soft).sum(0)
+            student.train()
             for _ in range(self.student_steps):
                 sgd.zero_grad()
                 soft_kl(target, student(made)).backward()

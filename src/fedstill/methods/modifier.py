@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -66,6 +66,12 @@ class Modifier(Method):
 
     def models(self, server: Server) -> dict[str, Tensor]:
         return self.inner.models(server)
+
+    def regional(self) -> Method:
+        return replace(self, inner=self.inner.regional())
+
+    def merge(self, server: Server, models: Sequence[Tensor]) -> None:
+        self.inner.merge(server, models)
 
     @property
     def concludes(self) -> bool:

@@ -39,6 +39,9 @@ _METHODS = {
     "fedmd": "fedmd:FedMD",
     "fedhkd": "fedhkd:FedHKD",
     "creff": "creff:CReFF",
+    "lkd": "lkd:LKD",
+    "mtkd": "lkd:MTKD",
+    "f2l": "lkd:F2L",
 }
 _MODIFIERS = {"t1": "t1:T1", "ccvr": "ccvr:CCVR"}
 

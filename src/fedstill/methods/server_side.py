@@ -36,6 +36,7 @@ class ServerSide(Modifier):
                 kept.append(up)
                 yield replace(up, samples=1) if self.uniform else up
 
+        server.before = server.model
         super().aggregate(server, passed_on())
         self.improve(server, kept)
 

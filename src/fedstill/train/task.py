@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -70,6 +71,12 @@ class Task:
             torch.manual_seed(seeds.key(self.seed, purpose))
             return make()
 
+    def trained_as(self, local: LocalTraining) -> Task:
+        """The same task with clients that train in another way; networks are shared."""
+        other = replace(self, local=local)
+        other.__dict__.update(nets=self.nets, initial=self.initial)
+        return other
+
     @property
     def classes(self) -> int:
         return len(self.dataset.classes)
@@ -116,6 +123,17 @@ def norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     return [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
 
 
+@contextmanager
+def statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Let a network in training see samples without a trace in the running statistics of its BatchNorm layers."""
+    layers = [layer for layer in norms(module) if layer.track_running_stats]
+    for layer in layers:
+        layer.track_running_stats = False
+    yield
+    for layer in layers:
+        layer.track_running_stats = True
+
+
 class Nets:
     """One network for each role (`student`, `teacher`, …), made when first asked for and loaded anew each time."""
 
@@ -142,12 +160,16 @@ class Samples:
 
     def __init__(self, x: Tensor, y: Tensor, index: Tensor, prepare: Callable[[Tensor], Tensor]) -> None:
         self.y = y[index]
-        self._stored, self._index, self._prepare = x, index, prepare
+        self._stored, self._labels, self._index, self._prepare = x, y, index, prepare
         small = len(index) * x[:1].numel() <= self.PREPARE_UP_TO
         self._ready = prepare(x[index]) if small else None
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def take(self, ids: Tensor) -> Samples:
+        """Some of the samples, by their places among these."""
+        return Samples(self._stored, self._labels, self._index[ids], self._prepare)
 
     def x(self, ids: Tensor) -> Tensor:
         """Prepared inputs of these samples."""

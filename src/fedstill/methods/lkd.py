@@ -1,0 +1,240 @@
+"""LKD, MTKD and F2L: Nguyen et al., "Towards scalable and non-IID robust hierarchical federated learning …", 2022."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from annotated_types import Ge, Gt, Le
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedstill.core import seeds
+from fedstill.core.errors import SettingError
+from fedstill.distill.reliability import among_teachers, class_auc
+from fedstill.distill.stage import ask, distil
+from fedstill.methods.base import Method, Server, Uplink
+from fedstill.methods.server_side import ServerSide
+from fedstill.train.evaluate import Outputs, predict
+from fedstill.train.loop import Batch, Loss
+from fedstill.train.task import LocalTraining, Samples
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The server's samples, by what they are used for."""
+
+    samples: Samples  # all that are used
+    taught: Tensor  # places of those that the student learns from
+    checked: Tensor  # places of those, labelled, that tell who is reliable
+    labelled: Tensor  # for each taught sample, whether its label may be used
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Soft targets of teachers: sum_r w_r KL(p_r || q), ready for any student q.
+
+    The sum is a constant minus the cross-entropy of q against sum_r w_r p_r, so that a step costs the same however
+    many teachers there are.
+    """
+
+    temperature: float
+    mixture: Tensor  # (N, C): sum_r w_r p_r
+    constant: Tensor  # (N,): sum_r w_r sum_c p_rc log p_rc
+
+    @classmethod
+    def of(cls, logits: Tensor, weights: Tensor, temperature: float) -> Lesson:
+        """From (R, N, C) logits and (R, N) weights."""
+        log_p = (logits / temperature).log_softmax(2)
+        own = (log_p.exp() * log_p).sum(2)
+        return cls(temperature, torch.einsum("rn,rnc->nc", weights, log_p.exp()), (weights * own).sum(0))
+
+    def loss(self, ids: Tensor, student: Tensor) -> Tensor:
+        """T² times the weighted divergence, of each sample."""
+        log_q = (student / self.temperature).log_softmax(1)
+        return self.temperature**2 * (self.constant[ids] - (self.mixture[ids] * log_q).sum(1))
+
+
+@dataclass(frozen=True)
+class LKD(ServerSide):
+    """Regions (or clients) teach the global model, each by its reliability on the class it predicts."""
+
+    name: ClassVar[str] = "lkd"
+    paper: ClassVar[str] = "Nguyen et al. 2022"
+    needs_server_labels: ClassVar[bool] = True
+
+    Tw: Annotated[float, Ge(0), "how sharply reliability counts; 0: all teachers alike"] = 4.0
+    T: Annotated[float, Gt(0), "temperature of the distillation"] = 3.0
+    lambda3: Annotated[float, Ge(0), Le(1), "weight of the labels; the teachers' follow from it"] = 0.01
+    update: Annotated[bool, "the old global model teaches too (Eq. 4)"] = True
+    student_init: Annotated[Literal["avg", "old"], "start from the average, or from the old global model"] = "avg"
+    server_frac: Annotated[float, Gt(0), Le(1), "share of the server's pool that is used"] = 1.0
+    pool_choice: Annotated[Literal["proportional", "balanced"], "classes of that share: as in the pool, or even"] = (
+        "proportional"
+    )
+    labelled_frac: Annotated[float, Gt(0), Le(1), "share of it whose labels may be used"] = 1.0
+    val_split: Annotated[float, Ge(0), "share of the labelled kept for reliability alone; 0: all serve both"] = 0.0
+    server_epochs: Annotated[int, Ge(0), "epochs of the distillation"] = 10
+    server_lr: Annotated[float, Gt(0), "learning rate of the distillation (Adam)"] = 1e-3
+    server_batch: Annotated[int, Ge(1), "batch size of the distillation"] = 128
+
+    # --- where the teachers come from -----------------------------------------------------------------------------
+
+    def regional(self) -> Method:
+        """Inside a region the inner method runs alone; the regions' models are the teachers."""
+        return self.inner.regional()
+
+    def merge(self, server: Server, models: Sequence[Tensor]) -> None:
+        old = server.model
+        super().merge(server, models)
+        self.teach(server, old, models)
+
+    def improve(self, server: Server, uplinks: list[Uplink]) -> None:
+        """In a federation without regions, the clients' models are the teachers."""
+        self.teach(server, server.before, [up["model"] for up in uplinks])
+
+    # --- what they teach ------------------------------------------------------------------------------------------
+
+    def teach(self, server: Server, old: Tensor, teachers: Sequence[Tensor]) -> None:
+        """Distil the teachers, and the old model, into `server.model`, which is their average so far."""
+        began, task = time.perf_counter(), server.task
+        pool = self.pool(server)
+        answers = ask(task, teachers, pool.samples)  # once; so is everything that follows from them
+        auc = torch.stack([class_auc(a.logits[pool.checked], pool.samples.y[pool.checked]) for a in answers])
+        beta = among_teachers(auc, self.Tw)
+        gap = beta.max(0).values - beta.min(0).values
+        distils = self.distils(gap)
+        if distils and self.server_epochs:
+            start = server.model if self.student_init == "avg" else old
+            training = LocalTraining(self.server_epochs, self.server_batch, optimizer="adam", lr=self.server_lr)
+            taught = pool.samples.take(pool.taught)
+            loss = self.joint_loss(server, pool, answers, beta, old)
+            server.model = distil(task, start, taught, loss, training, server.rng("label-driven distillation"))
+        server.notes |= {
+            "stage": self.name if self.name != "f2l" else ("lkd" if distils else "average"),
+            "disagreement": self.disagreement(gap),
+            "reliability": auc.tolist(),
+            "server_seconds": time.perf_counter() - began,
+        }
+
+    def distils(self, gap: Tensor) -> bool:
+        """Whether the teachers differ enough, class by class, for distillation."""
+        return True
+
+    def disagreement(self, gap: Tensor) -> float:
+        return float(gap.max())
+
+    def joint_loss(self, server: Server, pool: Pool, answers: Sequence[Outputs], beta: Tensor, old: Tensor) -> Loss:
+        """lambda1 sum_r L_r + lambda2 L_upd + lambda3 L_CE (Eq. 9), each a mean over the batch."""
+        said = torch.stack([a.logits[pool.taught] for a in answers])  # (R, N, C)
+        lambda1, lambda2 = self.coefficients(len(answers))
+        by_teachers = Lesson.of(said, by_prediction(beta, said).float(), self.T)
+        by_old = self.from_old(server, pool, old) if self.update else None
+
+        def loss(batch: Batch, out: Outputs) -> Tensor:
+            total = lambda1 * by_teachers.loss(batch.ids, out.logits).mean()
+            if by_old is not None:
+                total = total + lambda2 * by_old(batch.ids, out.logits).mean()
+            if self.lambda3:
+                known = pool.labelled[batch.ids]
+                hard = F.cross_entropy(out.logits[known], batch.y[known], reduction="sum")
+                total = total + self.lambda3 * hard / max(1, int(known.sum()))
+            return total
+
+        return loss
+
+    def coefficients(self, teachers: int) -> tuple[float, float]:
+        """lambda1 and lambda2: with the update term lambda2 = lambda1 / R; all add up to 1 over the R + 2 losses."""
+        if not self.update:
+            return 1 - self.lambda3, 0.0
+        lambda1 = (1 - self.lambda3) * teachers / (teachers + 1)
+        return lambda1, lambda1 / teachers
+
+    def from_old(self, server: Server, pool: Pool, old: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        """beta_old KL(old || student) of each sample; beta_old compares the two anew in every epoch (Eq. 4, 8)."""
+        task, y = server.task, pool.samples.y[pool.checked]
+        checked = pool.samples.take(pool.checked)
+        said = predict(task, old, pool.samples)
+        own = said.logits[pool.taught].unsqueeze(0)
+        old_auc = class_auc(said.logits[pool.checked], y)
+        lesson, seen = Lesson.of(own, torch.ones(own.shape[:2]), self.T), 0
+        weight = torch.empty(0)
+
+        def loss(ids: Tensor, student: Tensor) -> Tensor:
+            nonlocal weight, seen
+            if seen % len(pool.taught) == 0:  # a new epoch
+                now = predict(task, task.nets.get("distilled").read(), checked)
+                pair = among_teachers(torch.stack([old_auc, class_auc(now.logits, y)]), self.Tw)
+                weight = by_prediction(pair[:1], own)[0].float()
+            seen += len(ids)
+            return weight[ids] * lesson.loss(ids, student)
+
+        return loss
+
+    def pool(self, server: Server) -> Pool:
+        """The samples by their use: the same in every round."""
+        assert server.pool is not None
+        y, rng = server.pool.y, seeds.torch_rng(server.task.seed, "lkd pool")
+        used = torch.nonzero(chosen(y, self.server_frac, self.pool_choice == "balanced", rng)).flatten()
+        labelled = chosen(y[used], self.labelled_frac, False, rng)
+        checked = labelled
+        taught = torch.ones(len(used), dtype=torch.bool)
+        if self.val_split:
+            checked = torch.zeros_like(labelled)
+            checked[labelled] = chosen(y[used][labelled], self.val_split, False, rng)
+            taught = ~checked
+        places = torch.arange(len(used))
+        if not checked.any() or not taught.any():
+            raise SettingError(
+                f"{self.name}: of {len(y)} pool samples none is left to check teachers on or to teach with; raise "
+                "pool, or lower val_split"
+            )
+        return Pool(server.pool.take(used), places[taught], places[checked], labelled[taught])
+
+
+def by_prediction(beta: Tensor, logits: Tensor) -> Tensor:
+    """Each teacher's weight for each sample: that of the class it predicts, (R, C) and (R, N, C) to (R, N)."""
+    return beta.gather(1, logits.argmax(2))
+
+
+def chosen(y: Tensor, share: float, even: bool, rng: torch.Generator) -> Tensor:
+    """Which samples belong to a share of them, classes in proportion or as even as they allow."""
+    counts = torch.bincount(y)
+    wanted = (share * counts).round().long().clamp(min=1)
+    if even:
+        wanted = torch.full_like(counts, max(1, round(share * len(y) / max(1, int((counts > 0).sum())))))
+    order = torch.randperm(len(y), generator=rng)
+    by_class = order[torch.sort(y[order], stable=True).indices]
+    rank = torch.empty_like(y)
+    rank[by_class] = torch.arange(len(y)) - (counts.cumsum(0) - counts)[y[by_class]]
+    return rank < wanted[y]
+
+
+@dataclass(frozen=True)
+class MTKD(LKD):
+    """As LKD with all teachers alike on every class: plain distillation from several teachers."""
+
+    name: ClassVar[str] = "mtkd"
+
+    Tw: Annotated[float, Ge(0), Le(0), "always 0 here: all teachers alike"] = 0.0
+    update: Annotated[bool, "the old global model teaches too (Eq. 4)"] = False
+
+
+@dataclass(frozen=True)
+class F2L(LKD):
+    """Regions teach the global model by LKD while they disagree on a class, and are averaged once they agree."""
+
+    name: ClassVar[str] = "f2l"
+
+    epsilon: Annotated[float, Ge(0), "the disagreement from which LKD is used"] = 0.1
+    reduce: Annotated[Literal["max", "mean", "l2"], "how the classes' disagreements become one number"] = "max"
+
+    def distils(self, gap: Tensor) -> bool:
+        return self.disagreement(gap) >= self.epsilon
+
+    def disagreement(self, gap: Tensor) -> float:
+        """max_r beta_r^c - min_r beta_r^c over the classes."""
+        return float({"max": gap.max(), "mean": gap.mean(), "l2": gap.norm()}[self.reduce])

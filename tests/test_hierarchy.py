@@ -1,0 +1,239 @@
+"""Regions: what they are alone, together, joining, leaving, and after a kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commandline import fedstill as command
+from conftest import SMALL, RunSmall, numbers, weights
+
+import fedstill
+from fedstill.experiment.api import Result
+from fedstill.experiment.config import resolve
+from fedstill.experiment.regions import Hierarchy
+from fedstill.experiment.runner import Listener
+from fedstill.experiment.setup import prepare
+from fedstill.methods import registry
+
+NINE: dict[str, Any] = {"clients": 9, "rounds": 4, "rounds_per_episode": 2}
+POOL: dict[str, Any] = {"pool": 0.2, "server_epochs": 1}
+
+
+def untimed(result: Result) -> list[dict[str, Any]]:
+    """The records without what depends on the clock, inside an episode's too."""
+    found = numbers(result)
+    for record in found:
+        record.get("episode", {}).pop("server_seconds", None)
+        record.get("server", {}).pop("server_seconds", None)
+    return found
+
+
+def arranged(**settings: Any) -> Hierarchy:
+    return prepare(resolve({**SMALL, **NINE, **settings})).hierarchy
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedprox+t1", "scaffold", "fedkf"])
+def test_one_region_that_is_averaged_is_its_flat_run_bit_for_bit(run_small: RunSmall, method: str) -> None:
+    own = {"width": 2, "z_dim": 3} if method == "fedkf" else {}
+    flat = run_small(method, **NINE, **own)
+    alone = run_small(method, **NINE, **own, region=[{}])
+    if "t1" not in method and method != "fedkf":  # there, what the region's clients go on with is its mean of all
+        assert torch.equal(weights(flat), weights(alone))
+    one_round = (
+        run_small(method, clients=9, rounds=1, **own),
+        run_small(method, clients=9, rounds=1, region=[{}], **own),
+    )
+    assert torch.equal(weights(one_round[0]), weights(one_round[1]))
+    kept = ("accuracy", "loss", "amp", "bytes_up", "bytes_down", "train_loss")
+    assert {k: one_round[0].records[0][k] for k in kept} == {k: one_round[1].records[0][k] for k in kept}
+
+
+def test_regions_are_averaged_uniformly(run_small: RunSmall) -> None:
+    """Three regions of one episode: the mean of three flat runs over their clients alone."""
+    settings = {"clients": 9, "rounds": 2, "rounds_per_episode": 2, "participation": 1.0}
+    together = run_small("fedavg", **settings, regions=3)
+    hierarchy = prepare(resolve({**SMALL, **settings, "regions": 3})).hierarchy
+    alone = []
+    for region in hierarchy.regions:
+        others = [k for k in range(9) if k not in region.clients]
+        split = [
+            {"name": "here", "clients": sorted(region.clients.tolist())},
+            {"name": "elsewhere", "clients": others, "joins": 3},
+        ]
+        alone.append(weights(run_small("fedavg", **settings, region=split)).double())
+    torch.testing.assert_close(weights(together).double(), torch.stack(alone).mean(0), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", ["f2l", "lkd", "mtkd", "fedavg", "fedprox+f2l"])
+def test_the_same_bits_for_any_number_of_workers(run_small: RunSmall, method: str) -> None:
+    own = POOL if method != "fedavg" else {}
+    first = run_small(method, **NINE, **own, regions=3)
+    for workers in (1, 2):
+        other = run_small(method, **NINE, **own, regions=3, engine="process", workers=workers)
+        assert torch.equal(weights(first), weights(other))
+        assert untimed(first) == untimed(other)
+
+
+class Stop(Exception):
+    pass
+
+
+class StopAfter(Listener):
+    def __init__(self, round_: int) -> None:
+        self.round = round_
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        if record["round"] == self.round:
+            raise Stop
+
+
+@pytest.mark.parametrize("method", ["f2l", "scaffold", "f2l+t1"])
+@pytest.mark.parametrize("stopped", [1, 2, 3])
+def test_a_run_stopped_in_the_middle_of_an_episode_goes_on_to_the_same_bits(
+    run_small: RunSmall, tmp_path: Path, method: str, stopped: int
+) -> None:
+    own = POOL if "f2l" in method else {}
+    settings = NINE | own | {"regions": 3, "participation": 1.0}
+    whole = run_small(method, **settings)
+    with pytest.raises(Stop):
+        run_small(method, **settings, out=tmp_path / "run", listener=StopAfter(stopped))
+    resumed = fedstill.resume(tmp_path / "run")
+    assert torch.equal(weights(whole), weights(resumed))
+    assert untimed(whole) == untimed(resumed)
+
+
+def test_a_region_that_joins_changes_nothing_before_and_something_after(run_small: RunSmall) -> None:
+    def joining(round_: int) -> Result:
+        regions = [{"name": "a"}, {"name": "b"}, {"name": "new", "joins": round_}]
+        return run_small("f2l", **NINE | {"rounds": 6}, **POOL, region=regions)
+
+    never, third, fourth = joining(7), joining(3), joining(4)
+    assert untimed(third)[:2] == untimed(never)[:2]
+    assert untimed(fourth)[:3] == untimed(never)[:3], "also in the middle of an episode"
+    assert untimed(third)[2] != untimed(never)[2]
+    assert never.records[5]["episode"]["regions"] == ["a", "b"]
+    assert third.records[3]["episode"]["regions"] == ["a", "b", "new"]
+
+
+def test_a_region_that_leaves_is_neither_asked_nor_merged(run_small: RunSmall) -> None:
+    regions = [{"name": "a"}, {"name": "b", "leaves": 4}]
+    result = run_small("fedavg", **NINE, region=regions, participation=1.0)
+    sizes = [len(r.clients) for r in arranged(region=regions).regions]
+    assert [r["clients"] for r in result.records] == [9, 9, 9, sizes[0]]
+    assert result.records[1]["episode"]["regions"] == ["a", "b"]
+    assert result.records[3]["episode"]["regions"] == ["a"]
+    assert result.records[3]["episode"]["bytes"] == result.records[1]["episode"]["bytes"] / 2
+
+
+def test_clients_that_come_late_change_nothing_before(run_small: RunSmall) -> None:
+    settings = {"clients": 9, "rounds": 3, "participation": 1.0}
+    late, never = (run_small("fedavg", **settings, late_clients=4, late_from=r) for r in (3, 9))
+    assert [r["clients"] for r in late.records] == [5, 5, 9]
+    assert untimed(late)[:2] == untimed(never)[:2]
+    assert untimed(late)[2] != untimed(never)[2]
+    in_regions = run_small("fedavg", **NINE, regions=3, participation=1.0, late_clients=3, late_from=3)
+    assert [r["clients"] for r in in_regions.records] == [6, 6, 9, 9]
+
+
+def test_clients_stay_in_their_region_or_are_dealt_anew() -> None:
+    fixed, dealt = arranged(regions=3), arranged(regions=3, fixed_regions=False)
+
+    def members(hierarchy: Hierarchy, round_: int) -> list[list[int]]:
+        return [sorted(clients.tolist()) for _, clients in hierarchy.present(round_)]
+
+    assert members(fixed, 1) == members(fixed, 4)
+    assert members(dealt, 1) == members(dealt, 2), "an episode is two rounds"
+    assert members(dealt, 2) != members(dealt, 3)
+    for round_ in range(1, 5):
+        assert sorted(k for region in members(dealt, round_) for k in region) == list(range(9))
+        assert [len(region) for region in members(dealt, round_)] == [3, 3, 3]
+
+
+def test_each_region_may_have_a_method_and_training_of_its_own(run_small: RunSmall) -> None:
+    regions: list[dict[str, Any]] = [
+        {"name": "north", "clients": [0, 1, 2]},
+        {"name": "south", "clients": [3, 4, 5], "method": "fedprox", "mu": 0.5, "lr": 0.01, "participation": 1.0},
+        {"name": "west", "clients": [6, 7, 8], "method": "scaffold", "epochs": 2},
+    ]
+    hierarchy = arranged(method="fedgkd+f2l", pool=0.2, gamma=0.3, region=regions)
+    north, south, west = hierarchy.regions
+    assert (north.method.name, south.method.name, west.method.name) == ("fedgkd", "fedprox", "scaffold")
+    assert south.method == registry.make("fedprox", {"mu": 0.5})
+    assert (north.task.local.lr, south.task.local.lr, west.task.local.epochs) == (0.05, 0.01, 2)
+    assert north.task.nets is south.task.nets, "networks are shared"
+    assert south.participation == 1.0
+    np.testing.assert_array_equal(west.clients, [6, 7, 8])
+    result = run_small("fedgkd+f2l", **NINE, **POOL, gamma=0.3, region=regions)
+    same = [{k: v for k, v in r.items() if k in ("name", "clients")} for r in regions]
+    assert not torch.equal(weights(result), weights(run_small("fedgkd+f2l", **NINE, **POOL, gamma=0.3, region=same)))
+
+
+def test_a_regions_settings_alone_change_the_runs_method() -> None:
+    regions = [{"mu": 0.5}, {}]
+    first, second = arranged(method="fedprox+f2l", pool=0.2, mu=0.1, region=regions).regions
+    assert first.method == registry.make("fedprox", {"mu": 0.5})
+    assert second.method == registry.make("fedprox", {"mu": 0.1})
+
+
+def test_an_episode_tells_what_it_came_to(run_small: RunSmall) -> None:
+    result = run_small("f2l", **NINE, **POOL, regions=3)
+    assert [r["evaluated"] for r in result.records] == [False, True, False, True]
+    episode = result.records[1]["episode"]
+    test = len(fedstill.load("fashion-mini").test.y)
+    for teacher in episode["teachers"].values():
+        matrix = np.array(teacher["confusion"])
+        assert matrix.sum() == test
+        assert matrix.trace() / test == pytest.approx(teacher["accuracy"])
+    assert np.array(episode["student"]["confusion"]).trace() / test == pytest.approx(result.records[1]["accuracy"])
+    assert np.array(episode["reliability"]).shape == (3, 10)
+    assert set(result.records[2]["teachers_after"]) == set(episode["regions"])
+    assert episode["server_seconds"] > 0
+    assert episode["bytes"] == 2 * 3 * 4 * result.summary["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"rounds": 5}, "whole number of episodes"),
+        ({"regions": 10}, "regions=10"),
+        ({"regions": 2, "region": [{}]}, "there are 1"),
+        ({"region": [{"clients": [0, 1]}, {"clients": [1, 2]}]}, "exactly once"),
+        ({"region": [{"clients": 4}, {"clients": 4}]}, "there are 9 in all"),
+        ({"region": [{"clients": [0]}, {}]}, "either all"),
+        ({"region": [{"name": "a"}, {"name": "a"}]}, "a name of its own"),
+        ({"region": [{"joins": 2}, {"joins": 3}]}, "round 1"),
+        ({"region": [{"leaves": 3}]}, "no region is there in round 3"),
+        ({"region": [{"method": "nothing"}]}, "nothing"),
+        ({"region": [{"mu": 1}]}, "mu"),
+        ({"region": [{"lr": -1}]}, "lr"),
+        ({"region": "north"}, "list of tables"),
+        ({"region": [{"method": "moon"}, {}]}, "changes the network"),
+        ({"region": [{"method": "feddistill"}, {}]}, "no global model"),
+        ({"fixed_regions": False, "region": [{"method": "fedprox"}, {}]}, "one method in all"),
+        ({"fixed_regions": False, "method": "fedavg+t1"}, "one method in all"),
+        ({"method": "f2l"}, "labelled samples"),
+        ({"late_clients": 9, "late_from": 2}, "must be there at once"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_round(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(fedstill.SettingError, match=reason):
+        arranged(**{"regions": len(settings.get("region", "xyz")), "method": "fedavg"} | settings)
+
+
+def test_the_command_line_shows_episodes_and_confusion(tmp_path: Path) -> None:
+    small = [f"--set={k}={v}" for k, v in (SMALL | NINE | POOL).items() if k not in ("clients", "rounds", "model")]
+    out, picture = tmp_path / "run", tmp_path / "confusion.png"
+    flags = ["--clients", "9", "--rounds", "4", "--regions", "3", "--model", "cnn", "--out", str(out)]
+    ran = command("run", "f2l", *flags, *small)
+    assert ran.code == 0, ran.err
+    shown = command("episodes", str(out), "--classes", "--out", str(picture))
+    assert shown.code == 0, shown.err
+    assert "region 3" in shown.out
+    assert "Sneaker" in shown.out
+    assert picture.stat().st_size > 10_000
+    flat = command("episodes", str(tmp_path))
+    assert flat.code == 2

@@ -15,6 +15,7 @@ import fedstill
 from fedstill.experiment.api import Result
 from fedstill.experiment.config import resolve
 from fedstill.experiment.regions import Hierarchy
+from fedstill.experiment.reteach import SavedEpisode
 from fedstill.experiment.runner import Listener
 from fedstill.experiment.setup import prepare
 from fedstill.methods import registry
@@ -222,6 +223,25 @@ def test_an_episode_tells_what_it_came_to(run_small: RunSmall) -> None:
 def test_what_cannot_work_is_refused_before_the_first_round(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(fedstill.SettingError, match=reason):
         arranged(**{"regions": len(settings.get("region", "xyz")), "method": "fedavg"} | settings)
+
+
+def test_saved_teachers_can_be_used_again(run_small: RunSmall, tmp_path: Path) -> None:
+    """The run's own settings give the run's own student; others give others, without training a client."""
+    run_small("lkd", **NINE, **POOL, regions=3, save_teachers=True, out=tmp_path / "run")
+    result = fedstill.resume(tmp_path / "run")
+    for number, round_ in ((1, 2), (2, 4)):
+        saved = SavedEpisode(tmp_path / "run", number)
+        same, other = saved.teach([{}, {"lambda3": 0.9, "server_epochs": 3}])
+        assert same.accuracy == result.records[round_ - 1]["accuracy"]
+        assert other.accuracy != same.accuracy
+        before = result.records[round_ - 1]["episode"]["teachers"]
+        for name, model in saved.teachers.items():
+            assert saved.accuracy(model) == pytest.approx(before[name]["accuracy"])
+    shown = command("reteach", str(tmp_path / "run"), "--sweep", "lambda3=0,0.5", "--set", "update=false")
+    assert shown.code == 0, shown.err
+    assert "lambda3=0.5" in shown.out
+    assert command("reteach", str(tmp_path / "run"), "--set", "rounds=3").code == 2
+    assert command("reteach", str(tmp_path / "run"), "--sweep", "lambda4=3").code == 2
 
 
 def test_the_command_line_shows_episodes_and_confusion(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from fedstill import data as datasets_
@@ -18,7 +19,8 @@ from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import read_json
 from fedstill.data.dataset import Dataset
 from fedstill.experiment import api
-from fedstill.experiment.config import Config, is_config_file, parse_assignments, read_toml, resolve
+from fedstill.experiment.config import Config, is_config_file, parse_assignments, parse_sweeps, read_toml, resolve
+from fedstill.experiment.reteach import SavedEpisode
 from fedstill.experiment.rundir import Record, RunDirectory, check_place
 from fedstill.experiment.setup import divide, load_data, prepare
 from fedstill.methods import registry
@@ -150,6 +152,25 @@ def _print_reliability(episode: Record, classes: Sequence[str]) -> None:
         shown.add_column(column, justify="left" if column == "class" else "right")
     for name, *values in zip(classes, *episode["reliability"], strict=True):
         shown.add_row(name, *(f"{value:.3f}" for value in values))
+    console.print(shown)
+
+
+def reteach(directory: Path, sweeps: list[str], assignments: list[str], episode: int | None) -> None:
+    saved = SavedEpisode(directory, episode)
+    name = saved.setup.config.method
+    fixed = parse_assignments(assignments, name)["hyper"]
+    if stray := [a for a in assignments if a.partition("=")[0] not in fixed]:
+        raise SettingError(f"--set {stray[0]}: only settings of {name} itself can be changed here")
+    variants = [fixed | combination for combination in parse_sweeps(sweeps)]
+    shown = Table(title=f"{name} on the teachers of episode {saved.number}")
+    for column in ("", "accuracy", "server s"):
+        shown.add_column(column, justify="right" if column else "left")
+    for teacher, model in saved.teachers.items():
+        shown.add_row(f"teacher: {teacher}", _percent(saved.accuracy(model)), "")
+    shown.add_row("old global model", _percent(saved.accuracy(saved.old)), "")
+    for lesson in track(saved.teach(variants), "teaching", len(variants), console=console, transient=True):
+        settings = "  ".join(f"{key}={value}" for key, value in lesson.settings.items()) or "as in the run"
+        shown.add_row(settings, _percent(lesson.accuracy), f"{lesson.seconds:.1f}")
     console.print(shown)
 
 

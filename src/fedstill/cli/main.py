@@ -193,6 +193,25 @@ def episodes(
     _commands().episodes(directory, classes=classes, out=out)
 
 
+@app.command(rich_help_panel="Train")
+def reteach(
+    directory: Annotated[Path, typer.Argument(help="The directory of a run with regions and save_teachers=true.")],
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=A,B,…", help="Values to try of a setting of the method; can be repeated."),
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting for all.")] = None,
+    episode: Annotated[int | None, typer.Option(help=r"Which episode's teachers. \[the last]")] = None,
+) -> None:
+    """Teach the global model again from saved teachers, with other settings.
+
+    \b
+    fedstill run lkd --regions 3 --set pool=400 --set save_teachers=true --out runs/taught
+    fedstill reteach runs/taught --sweep lambda3=0,0.01,0.1,0.5,1 --set update=false
+    """
+    _commands().reteach(directory, sweep or [], set_ or [], episode)
+
+
 @app.command(rich_help_panel="Look")
 def samples(
     directory: Annotated[Path, typer.Argument(help="The directory of a run of a method with a generator.")],

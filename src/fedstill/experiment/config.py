@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -99,6 +100,7 @@ class Config(BaseModel):
     rounds_per_episode: int = Field(5, ge=1, description="rounds after which the regions' models are merged")
     fixed_regions: bool = Field(True, description="clients stay in their region; else they are dealt anew each episode")
     region: list[RegionSettings] = Field(default_factory=list, description="what single regions have of their own")
+    save_teachers: bool = Field(False, description="keep the models that meet, for 'fedstill reteach'")
     late_clients: int = Field(0, ge=0, description="clients, the last ones, that are not there from the start")
     late_from: int = Field(1, ge=1, description="their first round")
     # how it is run
@@ -126,7 +128,17 @@ DIVISION = {
     *("size_sigma", "min_share", "ratio", "samples_per_client", "test_fraction", "local_test"),
 }
 # Settings that a run may be resumed with another value of: they do not change what is computed.
-FREE = {"rounds", "workers", "engine", "eval_every", "checkpoint_every", "min_clients", "target", "data_dir"}
+FREE = {
+    "rounds",
+    "workers",
+    "engine",
+    "eval_every",
+    "checkpoint_every",
+    "min_clients",
+    "target",
+    "data_dir",
+    "save_teachers",
+}
 
 
 def fixed(config: Config) -> dict[str, str]:
@@ -253,6 +265,21 @@ def parse_assignments(pairs: list[str], method: str) -> dict[str, Any]:
         else:
             settings[key] = value
     return settings | tables
+
+
+def parse_sweeps(words: Sequence[str]) -> list[dict[str, Any]]:
+    """`key=a,b,c` words as every combination of the values.
+
+    >>> parse_sweeps(["mu=0.1,1", "q=2"])
+    [{'mu': 0.1, 'q': 2}, {'mu': 1, 'q': 2}]
+    """
+    axes = []
+    for word in words:
+        key, equals, values = word.partition("=")
+        if not key or not equals or not all(values.split(",")):
+            raise SettingError(f"--sweep {word}: write it as key=value,value")
+        axes.append([(key, _value(value)) for value in values.split(",")])
+    return [dict(combination) for combination in itertools.product(*axes)]
 
 
 def _value(text: str) -> Any:

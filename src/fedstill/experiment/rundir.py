@@ -6,6 +6,7 @@ summary.json        best and final numbers, cost, versions; there when the run i
 clients.csv         each client's samples and its accuracy under the final model
 model.safetensors   the final model as named tensors
 curves.png          the learning curves, where the command line drew them
+teachers/           the models that met at each episode's end, if the run was to save them
 checkpoints/        the last two rounds' server state, and the clients' own
 log.txt             what happened when
 """
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 Record = dict[str, Any]
 _KEPT = 2
 _LOCK = "checkpoints/lock"
+_TEACHERS = "teachers"
 _FILES = ("summary.json", "metrics.jsonl", "clients.csv", "model.safetensors", "curves.png", "log.txt")
 
 
@@ -158,6 +160,17 @@ class RunDirectory:
         for leftover in self.path.rglob(".*.tmp"):  # of writes that a crash cut off
             leftover.unlink(missing_ok=True)
 
+    def save_episode(self, number: int, models: Tree) -> None:
+        """Keep the models that met at the end of an episode."""
+        folder = self.path / _TEACHERS
+        folder.mkdir(exist_ok=True)
+        write_atomic(folder / f"episode-{number:04d}.safetensors", tree.encode(models))
+
+    def saved_episodes(self) -> dict[int, Path]:
+        """The episodes whose models were kept, by number."""
+        files = (self.path / _TEACHERS).glob("episode-*.safetensors")
+        return {int(p.stem.removeprefix("episode-")): p for p in files}
+
     def regional_store(self, region: int) -> Store:
         """What a region's server keeps for single clients."""
         return Store(self.checkpoints / f"server-{region}")
@@ -188,7 +201,7 @@ class RunDirectory:
         """Delete what an earlier run wrote, and nothing else."""
         for name in _FILES:
             (self.path / name).unlink(missing_ok=True)
-        for file in self.checkpoints.glob("round-*"):
+        for file in (*self.checkpoints.glob("round-*"), *self.saved_episodes().values()):
             file.unlink()
         for store in self._stores():
             shutil.rmtree(store.root, ignore_errors=True)

@@ -235,6 +235,10 @@ class Run:
         for name, model in models.items() if compare else ():
             accuracy, confusion = self._tested(engine, model)
             teachers[name] = {"accuracy": accuracy, "confusion": confusion.tolist()}
+        number = self.server.round // self.setup.hierarchy.rounds_per_episode
+        if self.setup.config.save_teachers:
+            kept = {"round": self.server.round, "old": self.server.model, "teachers": models}
+            self.directory.save_episode(number, kept)
         self.server.notes = {}
         began = time.perf_counter()
         self.setup.method.merge(self.server, list(models.values()))
@@ -242,7 +246,6 @@ class Run:
         for server in self.regional.values():
             server.model = self.server.model
         moved = 2 * nbytes({"model": self.server.model}) * len(models)
-        number = self.server.round // self.setup.hierarchy.rounds_per_episode
         log.info("episode %d: %s", number, ", ".join(f"{k} {v}" for k, v in self.server.notes.items() if k in _LOGGED))
         episode = {"number": number, "regions": list(models), "bytes": moved, **self.server.notes}
         return episode | {"server_seconds": seconds} | ({"teachers": teachers} if teachers else {})

@@ -217,6 +217,11 @@ def test_an_episode_tells_what_it_came_to(run_small: RunSmall) -> None:
         ({"fixed_regions": False, "region": [{"method": "fedprox"}, {}]}, "one method in all"),
         ({"fixed_regions": False, "method": "fedavg+t1"}, "one method in all"),
         ({"method": "f2l"}, "labelled samples"),
+        ({"region": [{"method": "lkd"}, {}]}, "region 1: its method needs labelled samples"),
+        ({"region": [{"joins": 3, "leaves": 2}, {}]}, "leaves in round 2"),
+        ({"region": [{"clients": -1}, {"clients": 10}]}, "clients"),
+        ({"region": [{"hyper": 3}, {}]}, "table of settings"),
+        ({"fixed_regions": False, "clients": 6, "late_clients": 5, "late_from": 4}, "none of its clients"),
         ({"late_clients": 9, "late_from": 2}, "must be there at once"),
     ],
 )
@@ -242,6 +247,53 @@ def test_saved_teachers_can_be_used_again(run_small: RunSmall, tmp_path: Path) -
     assert "lambda3=0.5" in shown.out
     assert command("reteach", str(tmp_path / "run"), "--set", "rounds=3").code == 2
     assert command("reteach", str(tmp_path / "run"), "--sweep", "lambda4=3").code == 2
+
+
+def test_with_episodes_of_one_round_the_regions_are_seen_before_they_meet_again(run_small: RunSmall) -> None:
+    result = run_small("f2l", **NINE | {"rounds_per_episode": 1, "rounds": 3}, **POOL, regions=3)
+    for record in result.records[1:]:
+        met = {name: teacher["accuracy"] for name, teacher in record["episode"]["teachers"].items()}
+        assert record["teachers_after"] == met
+    assert len(set(result.records[1]["teachers_after"].values())) > 1
+
+
+def test_a_refused_resume_leaves_a_run_that_can_go_on(run_small: RunSmall, tmp_path: Path) -> None:
+    run_small("fedavg", **NINE, regions=3, out=tmp_path / "run")
+    with pytest.raises(fedstill.SettingError, match="whole number of episodes"):
+        fedstill.resume(tmp_path / "run", rounds=5)
+    assert fedstill.resume(tmp_path / "run", rounds=6).summary["rounds"] == 6
+
+
+@pytest.mark.parametrize("method", ["fedkf+f2l", "fedavg+t1+f2l", "fedavg+t1+ccvr", "fedavg+f2l+ccvr"])
+def test_what_averages_all_clients_of_a_region_can_be_merged(run_small: RunSmall, method: str) -> None:
+    hyper = {"width": 2, "z_dim": 3} if "fedkf" in method else {}
+    result = run_small(method, **NINE, **hyper, **(POOL if "f2l" in method else {}), regions=3)
+    assert result.summary["dropped"] == 0
+    assert result.summary["bytes_regions"] == 2 * 2 * 3 * 4 * result.summary["parameters"]
+
+
+def test_the_server_may_hold_samples_of_its_own_beside_given_clients() -> None:
+    x, y = np.random.default_rng(0).random((60, 8), np.float32), np.arange(60) % 3
+    clients = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 48, 8)]
+    federation = fedstill.from_clients(clients, test=(x, y), pool=(x[48:], y[48:]))
+    assert federation.clients == 6
+    np.testing.assert_array_equal(federation.dataset.train.x[federation.pool_index], x[48:])
+    assert not set(federation.pool_index) & set(federation.train_index)
+    net = torch.nn.Linear(8, 3)
+    small: dict[str, Any] = {"model": net, "rounds": 1, "rounds_per_episode": 1, "engine": "inline", "server_epochs": 1}
+    assert fedstill.run("f2l", data=federation, **small).records[0]["episode"]["stage"] in ("lkd", "average")
+    double = torch.nn.Sequential(torch.nn.Linear(8, 3)).double()
+    assert weights(fedstill.run("lkd", data=federation, **small | {"model": AsDouble(double)})).dtype == torch.float64
+
+
+class AsDouble(torch.nn.Module):
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        said: torch.Tensor = self.net(x.double())
+        return said
 
 
 def test_the_command_line_shows_episodes_and_confusion(tmp_path: Path) -> None:

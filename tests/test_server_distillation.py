@@ -13,14 +13,16 @@ from torch.nn import functional as F
 
 import fedstill
 from fedstill.core.store import Store
+from fedstill.data.proxy import match_channels
 from fedstill.distill import stage
 from fedstill.distill.ensemble import diversity, label_weights
 from fedstill.distill.generators import ConditionalGenerator, ShrinkingGenerator, TransposedGenerator
 from fedstill.experiment.config import resolve
 from fedstill.experiment.setup import Setup, prepare
 from fedstill.methods import registry
-from fedstill.methods.base import Server, Uplink
+from fedstill.methods.base import Part, Server, Uplink, fault
 from fedstill.methods.ccvr import pooled
+from fedstill.methods.ccvr import root as ccvr_root
 from fedstill.methods.creff import CReFF, flat, unflat
 from fedstill.methods.dafkd import DaFKD, normalised
 from fedstill.methods.fedhyb import FedHyb
@@ -70,6 +72,145 @@ def targets_of(monkeypatch: pytest.MonkeyPatch, method: str) -> list[torch.Tenso
 
     monkeypatch.setattr(f"fedstill.methods.{method}.match_probabilities", noting)
     return seen
+
+
+SERVER_SIDES = ("feddf", "dafkd", "fedhyb", "fedgen", "fedftg", "fedbe", "creff", "lkd")
+
+
+def quickly(method: str) -> dict[str, Any]:
+    """Settings for a short run of methods joined by +, each setting under the name it has there."""
+    known = {parameter.name for parameter in registry.hyper_parameters(method)}
+    found: dict[str, Any] = {}
+    for part in method.split("+"):
+        for key, value in (SHORT | {"lkd": {"server_epochs": 1}}).get(part, {}).items():
+            found |= {name: value for name in (key, f"{part}.{key}") if name in known}
+    return POOL | {
+        "hyper": found,
+        "rounds": 2,
+        "fraction": 0.03,
+        "model": "mlp",
+        "image_size": 16,
+        "model_options": {"hidden": [8]},
+    }
+
+
+@pytest.mark.parametrize("second", SERVER_SIDES)
+@pytest.mark.parametrize("first", [*SERVER_SIDES, "fedkf", "fedhkd", "fedmd", "scaffold"])
+def test_any_two_run_together_or_say_why_not(run_small: RunSmall, first: str, second: str) -> None:
+    name = f"{first}+{second}"
+    if first in (second, "fedkf"):
+        with pytest.raises(fedstill.SettingError, match=r"joined once|put \+t1 last"):
+            run_small(name, **quickly(name))
+        return
+    settings = quickly(name)
+    if "fedhyb" in name:  # a network without convolutions has no transformed images
+        known = {parameter.name for parameter in registry.hyper_parameters(name)}
+        settings["hyper"]["fedhyb.variant" if "fedhyb.variant" in known else "variant"] = "3"
+    result = run_small(name, **settings)
+    assert result.summary["dropped"] == 0
+
+
+class WithDropout(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(256, 8), torch.nn.ReLU())
+        self.drop, self.fc = torch.nn.Dropout(0.5), torch.nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        said: torch.Tensor = self.fc(self.drop(self.body(x)))
+        return said
+
+
+@pytest.mark.parametrize("method", ["feddf", "fedftg", "dafkd", "fedbe", "fedavg+ccvr", "lkd"])
+def test_layers_that_draw_at_random_give_the_same_bits_too(run_small: RunSmall, method: str) -> None:
+    settings = quickly(method) | {"model": WithDropout(), "model_options": {}}
+    torch.manual_seed(1)
+    first = run_small(method, **settings)
+    torch.manual_seed(2)
+    drawn = torch.rand(1)
+    again = run_small(method, **settings, engine="process", workers=2)
+    assert torch.equal(weights(first), weights(again))
+    torch.manual_seed(2)
+    assert torch.equal(torch.rand(1), drawn), "and the caller's stream is the caller's"
+
+
+def with_batchnorm() -> torch.nn.Module:
+    nn = torch.nn
+    return nn.Sequential(nn.Flatten(), nn.Linear(256, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
+
+
+@pytest.mark.parametrize("method", ["feddf", "fedftg", "fedbe", "lkd", "dafkd"])
+def test_a_server_that_hardly_learns_changes_no_statistics(run_small: RunSmall, method: str) -> None:
+    """With a rate of almost zero the result is the average, BatchNorm's statistics included."""
+    settings = quickly(method) | {"model": with_batchnorm, "model_options": {}, "rounds": 1}
+    settings["hyper"] |= {"server_lr": 1e-20}
+    plain = run_small("fedavg", **{k: v for k, v in settings.items() if k != "hyper"})
+    if method == "dafkd":  # there clients train otherwise
+        settings["hyper"] |= {"variant": "no-sharing"}
+        settings["participation"] = 0.1
+        plain = run_small("fedavg", **{k: v for k, v in settings.items() if k != "hyper"})
+    assert torch.equal(weights(plain), weights(run_small(method, **settings)))
+
+
+def test_one_sample_clients_with_batchnorm(run_small: RunSmall) -> None:
+    x, y = np.random.default_rng(0).random((9, 1, 16, 16), np.float32), np.arange(9) % 3
+    data = fedstill.from_clients(
+        [(x[:4], y[:4]), (x[4:5], y[4:5]), (x[5:], y[5:])], test=(x, y), test_fraction=0, classes=list("0123456789")
+    )
+    own: dict[str, Any]
+    for method, own in (("dafkd", {"variant": "no-sharing"}), ("dafkd", {})):
+        run = fedstill.run(method, data=data, model=with_batchnorm, rounds=2, participation=1.0, engine="inline",
+                           epochs=1, hyper=own | {"batches": 2, "sample_batch": 8})  # fmt: skip
+        assert run.summary["dropped"] == 0
+
+
+def test_fedhyb_refuses_features_that_a_network_does_not_show(run_small: RunSmall) -> None:
+    nn = torch.nn
+    hidden = nn.Sequential(nn.Flatten(), nn.Linear(256, 10), nn.LogSoftmax(1))
+    with pytest.raises(fedstill.SettingError, match="nu > 0"):
+        run_small("fedhyb", **POOL, variant="3", model=hidden)
+    run_small("fedhyb", **POOL, variant="3", model=hidden, nu=0.0, rounds=1)
+
+
+def test_settings_of_method_objects_are_checked() -> None:
+    with pytest.raises(fedstill.SettingError, match="variant"):
+        fedstill.run(DaFKD(variant="nosharing"), **SMALL)  # type: ignore[arg-type]
+    assert registry.checked(FedHyb(variant=1)) == FedHyb(variant="1")  # type: ignore[arg-type]
+
+
+def test_proxy_data_may_come_from_python_and_not_from_the_clients_own(run_small: RunSmall, tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).random((40, 3, 16, 16), np.float32), np.arange(40) % 4
+    mine = fedstill.from_arrays((255 * x).astype(np.uint8), y)
+    result = run_small("feddf", steps=2, proxy=mine, proxy_size=20, out=tmp_path / "run")
+    assert torch.equal(weights(result), weights(fedstill.resume(tmp_path / "run", proxy=mine)))
+    with pytest.raises(fedstill.SettingError, match="proxy"):
+        fedstill.resume(tmp_path / "run")
+    with pytest.raises(fedstill.SettingError, match="proxy=pool"):
+        run_small("feddf", proxy="fashion-mini")
+
+
+def test_grey_of_colours_between_0_and_1_is_not_rounded() -> None:
+    grey = match_channels(torch.rand(2, 3, 4, 4), 1)
+    assert ((grey > 0.01) & (grey < 0.99)).any()
+
+
+def test_ccvr_survives_clients_that_send_what_is_no_covariance() -> None:
+    bad = torch.tensor([[1.0, 3.0], [3.0, 1.0]], dtype=torch.float64)  # an eigenvalue of -2
+    L = ccvr_root(bad)
+    torch.testing.assert_close(L @ L.T, torch.full((2, 2), 2.0).double(), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_sent_after_the_last_round_is_counted(run_small: RunSmall) -> None:
+    plain, calibrated = run_small("fedavg"), run_small("fedavg+ccvr")
+    setup = small_setup("fedavg+ccvr")
+    each = sum(part.nbytes for part in setup.method.wire(setup.task).last.values())
+    assert calibrated.summary["bytes_up"] == plain.summary["bytes_up"] + 6 * each
+
+
+def test_a_count_below_zero_is_dropped() -> None:
+    part = {"counts": Part((2,), "samples of each class", least=0)}
+    assert fault({"counts": torch.tensor([1.0, -1.0])}, part) == "counts holds numbers below 0"
+    assert fault({"counts": torch.tensor([1.0, 0.0])}, part) is None
 
 
 OFF: list[tuple[str, dict[str, Any]]] = [
@@ -169,11 +310,12 @@ def test_correlation_factors_sum_to_one_and_fall_back_to_uniform() -> None:
 
 def test_a_constant_discriminator_gives_the_uniform_ensemble(tmp_path: Path) -> None:
     models = {}
+    _, ups = fed(small_setup("dafkd", **SHORT["dafkd"]), tmp_path)
+    for up in ups:
+        up["discriminator"].zero_()  # says 1/2 of everything
     for variant in ("full", "no-correlation"):
         setup = small_setup("dafkd", variant=variant, **SHORT["dafkd"])
-        server, ups = fed(setup, tmp_path)
-        for up in ups:
-            up["discriminator"].zero_()  # says 1/2 of everything
+        server, _ = fed(setup, tmp_path)
         setup.method.aggregate(server, iter(ups))
         models[variant] = server.model
     torch.testing.assert_close(models["full"], models["no-correlation"], rtol=1e-5, atol=1e-6)

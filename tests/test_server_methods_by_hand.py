@@ -302,7 +302,7 @@ def dafkd_client(run: Play, k: int, crossed: Round, head: Tensor) -> tuple[Class
     assert isinstance(run.setup.method, DaFKD)
     net, (x, y) = network(crossed.down["model"]), run.held_by(k)
     generator, judge = image_generator(crossed.down["generator"], run.setup.method), Judge(head, net)
-    adam, noise = torch.optim.Adam(generator.parameters(), 1e-3), stream("noise", crossed.number, k)
+    adam, noise = torch.optim.Adam(generator.parameters(), 1e-3), stream("adversarial noise", crossed.number, k)
     for ids in batches_of(k, crossed.number, len(y)):
         with torch.no_grad():
             negatives = fakes(run, generator, len(ids), noise)
@@ -401,8 +401,10 @@ def test_dafkds_server_averages_uniformly_and_distils_by_the_correlations(settin
     weighted, total = torch.zeros(len(x), CLASSES), torch.zeros(len(x), 1)
     for k, up in second.up.items():
         net = network(up["model"])
-        judge = judge_of(run, method, k) if method.private else Judge(up["discriminator"], net)
-        alpha = torch.ones(len(x), 1) if method.variant == "no-correlation" else judge(x).detach().unsqueeze(1)
+        alpha = torch.ones(len(x), 1)
+        if method.variant != "no-correlation":
+            judge = judge_of(run, method, k) if method.private else Judge(up["discriminator"], net)
+            alpha = judge(x).detach().unsqueeze(1)
         said = torch.from_numpy(exact(net, x)[0]).float() if method.logit_T else probabilities(net, x)
         weighted += alpha * said
         total += alpha
@@ -617,7 +619,7 @@ def test_fedgens_clients_learn_from_generated_features_from_the_second_round() -
     for crossed in run.rounds:
         for k, up in crossed.up.items():
             fade, rng = 0.98 ** (crossed.number - 1), stream("generated", crossed.number, k)
-            frozen = feature_generator(crossed.down["generator"]).eval()
+            frozen = feature_generator(crossed.down["feature_generator"]).eval()
 
             def augmented(
                 net: Classifier,
@@ -644,7 +646,7 @@ def test_fedgens_clients_learn_from_generated_features_from_the_second_round() -
 def test_fedgens_generator_is_trained_on_the_clients_heads() -> None:
     """Row 7: diversity + sum_k weight_k(y) CE(h_k(G(y)), y), Adam with decay 1e-2, its rate falling by 0.98 a round."""
     run = play("fedgen", rounds=3, **SMALL_FEDGEN, generator_steps=4, generator_lr=0.01)
-    generator = feature_generator(run.rounds[0].down["generator"])
+    generator = feature_generator(run.rounds[0].down["feature_generator"])
     adam = torch.optim.Adam(generator.parameters(), weight_decay=1e-2)
     for crossed, following in zip(run.rounds[:-1], run.rounds[1:], strict=True):
         adam.param_groups[0]["lr"] = 0.01 * 0.98 ** (crossed.number - 1)
@@ -661,7 +663,7 @@ def test_fedgens_generator_is_trained_on_the_clients_heads() -> None:
             adam.zero_grad()
             loss.backward()
             adam.step()
-        for name, tensor in feature_generator(following.down["generator"]).state_dict().items():
+        for name, tensor in feature_generator(following.down["feature_generator"]).state_dict().items():
             torch.testing.assert_close(tensor, generator.state_dict()[name], rtol=1e-3, atol=1e-4)
 
 
@@ -674,16 +676,16 @@ def test_fedftgs_generator_seeks_and_its_student_mends_what_differs(monkeypatch:
     improve = FedFTG.improve
 
     def noting(self: FedFTG, server: Server, uplinks: list[Uplink]) -> None:
-        kept.append(server.state["generator"])
+        kept.append(server.state["image generator"])
         improve(self, server, uplinks)
-        kept.append(server.state["generator"])
+        kept.append(server.state["image generator"])
 
     monkeypatch.setattr(FedFTG, "improve", noting)
     size, hyper = 6, {"z_dim": Z, "iterations": 2, "student_steps": 3, "generator_lr": 0.002}
     run = play("fedftg", rounds=1, **hyper, server_batch=size, lambda_cls=0.05, lambda_dis=0.3, lr=0.2)
     (crossed,) = run.rounds
     teachers = [network(up["model"]).eval() for up in crossed.up.values()]
-    shares, rng = label_shares(run, crossed.up), at_server("generator", 1)
+    shares, rng = label_shares(run, crossed.up), at_server("image generator", 1)
     owned = torch.tensor([run.counts(k) for k in crossed.up]).sum(0).float()
     before, found, generator = (loaded(ConditionalGenerator(SHAPE, CLASSES, Z), v) for v in (*kept, kept[0]))
     adam, student = torch.optim.Adam(generator.parameters(), lr=0.002), network(averaged(crossed))
@@ -695,7 +697,7 @@ def test_fedftgs_generator_seeks_and_its_student_mends_what_differs(monkeypatch:
             loss = 0.3 * pairwise_diversity(z, made) / len(teachers)
             for i in range(size):
                 s, t = student(made[i : i + 1])[0], teacher(made[i : i + 1])[0]
-                differ, known = (s - t).abs().mean(), -t.log_softmax(0)[y[i]]
+                differ, known = (s - t.detach()).abs().mean(), -t.log_softmax(0)[y[i]]
                 loss = loss + share[y[i]] * (0.05 * known - differ) / size
             adam.zero_grad()
             loss.backward(inputs=list(generator.parameters()))
@@ -706,7 +708,7 @@ def test_fedftgs_generator_seeks_and_its_student_mends_what_differs(monkeypatch:
             for i in range(size):
                 soft[i] += share[y[i]] * teacher(made[i : i + 1])[0].softmax(0).detach()
         for _ in range(3):
-            descend(student, -(soft * student(made).log_softmax(1)).sum(1).mean(), lr=0.1)
+            descend(student, -(soft * student(made).log_softmax(1)).mean(), lr=0.1)
     assert_near(*(g(z, y).detach() for g in (found, generator, before)))
     assert_moved_alike(network(run.model_after(1)), student, network(averaged(crossed)))
     for k, up in crossed.up.items():
@@ -761,10 +763,11 @@ def test_fedhkds_hyper_knowledge_is_the_mean_over_every_sample_of_a_class() -> N
         for c in range(CLASSES):
             own = said[y.numpy() == c]
             expected = own.mean(0) if len(own) else np.zeros(WIDTH)
-            np.testing.assert_allclose(up["features"][c].numpy(), expected, rtol=1e-3, atol=1e-5)
+            np.testing.assert_allclose(up["class_features"][c].numpy(), expected, rtol=1e-3, atol=1e-5)
     for c in range(CLASSES):
         assert second.down["counts"][c] == len(features[c])
-        for part, rows, width in (("features", features[c], WIDTH), ("predictions", predictions[c], CLASSES)):
+        for name, rows, width in (("features", features[c], WIDTH), ("predictions", predictions[c], CLASSES)):
+            part = f"class_{name}"
             expected = np.mean(rows, axis=0) if rows else np.zeros(width)
             np.testing.assert_allclose(second.down[part][c].numpy(), expected, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(run.model_after(1), averaged(first), rtol=1e-5, atol=1e-7)
@@ -776,7 +779,7 @@ def test_fedhkds_clients_have_three_terms_and_a_clipped_gradient() -> None:
     bites = 0
     for crossed in run.rounds:
         known = [c for c in range(CLASSES) if crossed.down["counts"][c] > 0]
-        h, q = crossed.down["features"], crossed.down["predictions"]
+        h, q = crossed.down["class_features"], crossed.down["class_predictions"]
         assert bool(known) == (crossed.number > 1)
         for k, up in crossed.up.items():
             net, (x, y) = network(crossed.down["model"]), run.held_by(k)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedstill.core.errors import SettingError
-from fedstill.models import Stacked, build, names
+from fedstill.models import Stacked, as_classifier, build, names
 from fedstill.models.slim import check_sliceable, kept, slimmed
 
 
@@ -65,8 +65,9 @@ def test_a_sub_network_of_resnet_equals_the_narrow_network_with_the_same_weights
 @pytest.mark.parametrize("name", names())
 def test_every_network_has_sub_networks_and_is_itself_again_afterwards(name: str) -> None:
     net = build(name, (3, 32, 32), 10).eval()
-    check_sliceable(net)
     x = torch.randn(3, 3, 32, 32)
+    check_sliceable(net, x, 0.8)
+    net.eval()
     before = net(x)
     state = {key: value.clone() for key, value in net.state_dict().items()}
     with slimmed(net, 0.83) as sub:
@@ -96,8 +97,45 @@ def test_a_sub_network_shares_storage_and_its_gradient_is_the_full_networks() ->
 
 def test_a_network_with_unknown_layers_is_refused_by_name() -> None:
     odd = Stacked(nn.Sequential(nn.Flatten(), nn.Bilinear(4, 4, 2)), nn.Linear(2, 2), feature_dim=2)
-    with pytest.raises(SettingError, match=r"body\.1 is a Bilinear"):
-        check_sliceable(odd)
+    with pytest.raises(SettingError, match=r"body\.1 is Bilinear"):
+        check_sliceable(odd, torch.randn(2, 4), 0.8)
+
+
+class Reshaped(nn.Module):
+    """A network as many are written: it knows how many features a sample has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(1, 8, 3, padding=1), nn.Linear(8 * 16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        said: torch.Tensor = self.fc(self.conv(x).reshape(-1, 8 * 16))
+        return said
+
+
+@pytest.mark.parametrize(
+    ("net", "reason"),
+    [
+        (Reshaped(), "no sub-networks"),
+        (nn.Sequential(nn.Conv2d(1, 10, 4), nn.Flatten()), "no Linear layer"),
+        (nn.Sequential(nn.Conv2d(1, 4, 1), nn.Conv2d(4, 4, 1, groups=2), nn.Flatten(), nn.Linear(64, 10)), "groups=2"),
+        (
+            nn.Sequential(nn.Conv2d(1, 4, 3, padding=1, padding_mode="reflect"), nn.Flatten(), nn.Linear(64, 10)),
+            "reflect",
+        ),
+    ],
+    ids=["reshaped", "no linear", "groups", "padding"],
+)
+def test_a_network_that_cannot_be_narrowed_is_refused(net: nn.Module, reason: str) -> None:
+    with pytest.raises(SettingError, match=reason):
+        check_sliceable(as_classifier(net), torch.randn(3, 1, 4, 4), 0.8)
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_sample_has_no_statistics_of_its_own_in_a_sub_network_either() -> None:
+    net = as_classifier(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))
+    with slimmed(net, 0.5) as sub:
+        assert torch.isfinite(sub(torch.randn(1, 4))).all()
 
 
 def test_an_error_inside_leaves_the_network_whole() -> None:

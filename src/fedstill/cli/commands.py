@@ -14,17 +14,29 @@ from rich.table import Table
 
 from fedstill import data as datasets_
 from fedstill.cli.failure import Halted
-from fedstill.cli.progress import Display
+from fedstill.cli.progress import AllRuns, Display
+from fedstill.cli.tensorboard import TensorBoard
 from fedstill.core.errors import FedstillError, SettingError
-from fedstill.core.files import read_json
+from fedstill.core.files import read_json, write_json
 from fedstill.data.dataset import Dataset
 from fedstill.experiment import api
-from fedstill.experiment.config import Config, is_config_file, parse_assignments, parse_sweeps, read_toml, resolve
+from fedstill.experiment.cells import Cell, carry_out
+from fedstill.experiment.comparison import TO_TARGET, Row, combinations, grid
+from fedstill.experiment.config import (
+    Config,
+    anchored,
+    is_config_file,
+    parse_assignments,
+    parse_sweeps,
+    read_toml,
+    resolve,
+)
 from fedstill.experiment.reteach import SavedEpisode
-from fedstill.experiment.rundir import Record, RunDirectory, check_place
-from fedstill.experiment.setup import divide, load_data, prepare
+from fedstill.experiment.rundir import Record, RunDirectory, check_place, without_nan
+from fedstill.experiment.setup import divide, load_data, prepare, wanted_size
 from fedstill.methods import registry
 from fedstill.methods.base import Part
+from fedstill.metrics.statistics import Spread
 from fedstill.report.bubbles import bubbles, table
 from fedstill.report.confusion import confusion
 from fedstill.report.curves import curves
@@ -36,46 +48,155 @@ Flags = Mapping[str, Any]
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def run(method: str, flags: Flags, assignments: list[str], *, out: Path | None, force: bool, dry_run: bool) -> None:
+def run(
+    method: str,
+    flags: Flags,
+    assignments: list[str],
+    *,
+    out: Path | None,
+    force: bool,
+    dry_run: bool,
+    tensorboard: bool = False,
+) -> None:
     config = _config(method, flags, assignments)
     if dry_run:
         print(config.toml(), end="")
         return
     path = out or Path("runs") / run_name(config)
     with _run_in(path) as display:
-        result = api.start(config, path, force=force, listener=display)
+        listener = TensorBoard(path, display) if tensorboard else display
+        result = api.start(config, path, force=force, listener=listener)
     console.print(results_table({config.method: result.summary}))
     picture = path / "curves.png"
     curves({config.method: result.records}, picture, title=_title(config))
     _say(f"curves: {picture}\nall of it: {path}")
 
 
-def compare(methods: list[str], flags: Flags, assignments: list[str], *, out: Path | None, force: bool) -> None:
+def compare(
+    methods: list[str],
+    flags: Flags,
+    assignments: list[str],
+    *,
+    seeds: int,
+    sweeps: list[str],
+    jobs: int,
+    out: Path | None,
+    force: bool,
+) -> None:
     if len(set(methods)) < len(methods):
         raise SettingError("a method is named twice")
-    configs = {m: _config(m, flags, _known_to(m, methods, assignments)) for m in methods}
-    first = next(iter(configs.values()))
+    sweep = parse_sweeps(sweeps)
+    first = _config(methods[0], flags, _known_to(methods[0], methods, assignments))
     folder = out or Path("runs") / ("compare-" + run_name(first).removeprefix(f"{_slug(first.method)}-"))
-    paths = {m: folder / _slug(m) for m in methods}
-    for path in paths.values():
-        check_place(path, force=force)
-    dataset = load_data(first)
-    setups = {method: prepare(config, data=dataset) for method, config in configs.items()}  # wrong settings show now
-    results = {}
-    for method, setup in setups.items():
-        with _run_in(paths[method]) as display:
-            results[method] = api.carry_out(setup, paths[method], force=force, listener=display)
-    console.print(results_table({m: r.summary for m, r in results.items()}))
+    cells = {}
+    for method, i, s in combinations(methods, sweep, seeds):
+        swept = {k: v for k, v in sweep[i].items() if k in Config.model_fields}
+        words = [*assignments, *(f"{k}={v}" for k, v in sweep[i].items() if k not in swept)]
+        config = _config(method, {**flags, **swept, "seed": first.seed + s}, _known_to(method, methods, words))
+        name = [_slug(method), *(f"{k}{v}" for k, v in sweep[i].items()), *([f"s{config.seed}"] if seeds > 1 else [])]
+        cells[method, i, s] = Cell(folder / "-".join(name), config)
+    _check_all(list(cells.values()), force=force)
+    with AllRuns(console, list(cells.values())) as display:
+        carry_out(list(cells.values()), jobs=jobs, watcher=display)
+    tables = grid(cells, methods, sweep, seeds)
+    for rows in tables:
+        console.print(comparison_table(rows, seeds=seeds))
+        console.print(cost_table(rows, seeds=seeds))
+    write_json(folder / "comparison.json", [without_nan(row.record(rows[0])) for rows in tables for row in rows])
     picture = folder / "curves.png"
-    curves({m: r.records for m, r in results.items()}, picture, title=_title(first))
+    runs = {"-".join(map(str, key)) if seeds > 1 else key[0]: cell.records() for key, cell in cells.items()}
+    curves(runs, picture, title=_title(first))
     _say(f"curves: {picture}\nall of it: {folder}")
 
 
-def resume(directory: Path, rounds: int | None) -> None:
+def _check_all(cells: list[Cell], *, force: bool) -> None:
+    """Find what is wrong with any of the runs before the first begins."""
+    for cell in cells:
+        if force:
+            check_place(cell.path, force=True)
+        elif (cell.path / "config.toml").is_file():
+            cell.rounds_done()
+        else:
+            check_place(cell.path, force=False)
+    datasets: dict[tuple[object, ...], Dataset] = {}
+    for cell in cells:
+        c = cell.config
+        source = (c.data, c.data_dir, wanted_size(c))
+        datasets.setdefault(source, load_data(c))
+        prepare(c, data=datasets[source])
+    for cell in cells:
+        if force:
+            RunDirectory.create(cell.path, anchored(cell.config), force=True).release()
+
+
+def comparison_table(rows: Sequence[Row], *, seeds: int) -> Table:
+    """Methods by metrics."""
+    over = f"mean ± standard deviation of {seeds} seeds · " if seeds > 1 else ""
+    shown = Table(
+        title="Results" + _settings_of(rows[0]),
+        caption=f"{over}final: mean of the last five evaluations · FM: smaller is fairer",
+    )
+    for column in ("", "accuracy best", "final", "AMP", "FM", "WLP"):
+        shown.add_column(column, justify="right" if column else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(
+            row.name if not row.variant else f"  {row.variant}",
+            *(_spread(row.spread(metric), 100, 2, " %") for metric in ("best_accuracy", "final_accuracy", "final_amp")),
+            _spread(row.spread("final_fm"), 1, 4),
+            _spread(row.spread("final_wlp"), 100, 2, " %"),
+        )
+    return shown
+
+
+def cost_table(rows: Sequence[Row], *, seeds: int) -> Table:
+    """What each method cost, and by how much it exceeds the first."""
+    target = rows[0].cells[0].config.target
+    difference = f"final accuracy over {rows[0].name}"
+    shown = Table(
+        title="Cost" + _settings_of(rows[0]),
+        caption="means over seeds" + (" · interval: 95 % bootstrap of the paired differences" if seeds > 1 else ""),
+    )
+    goal = [f"{what} to {target:.0%}" for what in ("rounds", "MB", "s")] if target else []
+    for column in ("", "MB moved", "seconds", *goal, *([difference, "wins"] if seeds > 1 else [])):
+        shown.add_column(column, justify="right" if column else "left", overflow="fold")
+    for row in rows:
+        moved = [a + b for a, b in zip(_plain(row, "bytes_down"), _plain(row, "bytes_up"), strict=True)]
+        cost = [f"{sum(moved) / seeds / 1e6:.1f}", f"{sum(_plain(row, 'seconds')) / seeds:.1f}"]
+        numbers = [row.name if not row.variant else f"  {row.variant}", *(cost if not row.variant else ["", ""])]
+        if target:
+            took = [row.spread(metric) for metric in TO_TARGET]
+            numbers += [
+                "not in all" if t is None else f"{t.mean / unit:.1f}" for t, unit in zip(took, (1, 1e6, 1), strict=True)
+            ]
+        gap = row.against(rows[0], "final_accuracy") if seeds > 1 and row is not rows[0] else None
+        if gap:
+            numbers += [f"{100 * gap.mean:+.2f} [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]", f"{gap.wins}/{gap.n}"]
+        shown.add_row(*numbers)
+    return shown
+
+
+def _settings_of(row: Row) -> str:
+    settings = ", ".join(f"{key} = {value}" for key, value in row.settings.items())
+    return f": {settings}" if settings else ""
+
+
+def _plain(row: Row, metric: str) -> list[float]:
+    return [float(cell.summary()[metric]) for cell in row.cells]
+
+
+def _spread(found: Spread | None, factor: float, digits: int, unit: str = "") -> str:
+    if found is None:
+        return "–"
+    text = f"{factor * found.mean:.{digits}f}"
+    return text + (unit if found.n == 1 else f" ± {factor * found.std:.{digits}f}")
+
+
+def resume(directory: Path, rounds: int | None, *, tensorboard: bool = False) -> None:
     if rounds is not None and rounds < 1:
         raise SettingError(f"--rounds {rounds}: at least 1 is needed")
     with _run_in(directory) as display:
-        result = api.resume(directory, rounds=rounds, listener=display)
+        listener = TensorBoard(directory, display) if tensorboard else display
+        result = api.resume(directory, rounds=rounds, listener=listener)
     console.print(results_table({result.summary["method"]: result.summary}))
 
 
@@ -229,7 +350,7 @@ def methods(name: str | None, flags: Flags) -> None:
             each,
             (cls.__doc__ or "").splitlines()[0],
             _parts(wire.down),
-            _parts(wire.up),
+            _parts(wire.up) + (f"\nafter the last round:\n{_parts(wire.last)}" if wire.last else ""),
             ", ".join(needs),
             cls.paper,
         )
@@ -283,7 +404,7 @@ def results_table(summaries: Mapping[str, Record]) -> Table:
     for column in ("", "accuracy best", "final", "AMP", "FM", "WLP", "MB moved", "seconds"):
         shown.add_column(column, justify="right" if column else "left", overflow="fold", no_wrap=bool(column))
     for name, s in summaries.items():
-        moved = (s["bytes_down"] + s["bytes_up"]) / 1e6
+        moved = (s["bytes_down"] + s["bytes_up"] + s.get("bytes_regions", 0)) / 1e6
         shown.add_row(
             name,
             *(_percent(s[key]) for key in ("best_accuracy", "final_accuracy", "final_amp")),

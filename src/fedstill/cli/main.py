@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from fedstill.cli import figures
 from fedstill.cli.failure import Halted, one_line
 from fedstill.core.errors import FedstillError
 
@@ -24,8 +25,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+app.add_typer(figures.app, name="figure", rich_help_panel="Look")
+
 # Arguments of a command that are not settings of a run.
-_NOT_SETTINGS = ("method", "methods", "out", "set_", "force", "dry_run")
+_NOT_SETTINGS = ("method", "methods", "out", "set_", "force", "dry_run", "seeds", "sweep", "jobs", "tensorboard")
 
 WHO, LEARN, HOW = "Who holds what", "What is learnt", "How it is run"
 
@@ -74,6 +77,13 @@ Model = Annotated[
 Workers = Annotated[int | None, _flag(HOW, "Worker processes; 0 is one a core. [0]")]
 Engine = Annotated[str | None, _flag(HOW, "Where clients run: process, or inline for debugging. [process]")]
 EvalEvery = Annotated[int | None, _flag(HOW, "Evaluate every so many rounds; 0 is only after the last. [1]")]
+Target = Annotated[float | None, _flag(HOW, "Accuracy, in (0, 1], whose first round is reported. [none]")]
+Sweep = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=A,B,…", help="Values to try of any setting; repeated, every combination.", rich_help_panel=HOW
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -89,6 +99,9 @@ Out = Annotated[
     typer.Option(help=r"Run directory. \[runs/METHOD-DATA-…]", show_default=False, rich_help_panel=HOW),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a run directory that exists.", rich_help_panel=HOW)]
+TensorBoard = Annotated[
+    bool, typer.Option("--tensorboard", help="Also write events for TensorBoard.", rich_help_panel=HOW)
+]
 DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Print the complete configuration as TOML, which reproduces the run."),
@@ -118,6 +131,7 @@ def run(
     set_: Set = None,
     force: Force = False,
     dry_run: DryRun = False,
+    tensorboard: TensorBoard = False,
 ) -> None:
     """Train one federation.
 
@@ -129,7 +143,8 @@ def run(
 
     Settings come from flags, then the file, then defaults.
     """
-    _commands().run(method, _settings(locals()), set_ or [], out=out, force=force, dry_run=dry_run)
+    settings = _settings(locals())
+    _commands().run(method, settings, set_ or [], out=out, force=force, dry_run=dry_run, tensorboard=tensorboard)
 
 
 @app.command(rich_help_panel="Train")
@@ -151,6 +166,10 @@ def compare(
     workers: Workers = None,
     engine: Engine = None,
     eval_every: EvalEvery = None,
+    target: Target = None,
+    seeds: Annotated[int, typer.Option(help="Repeat with so many seeds, from --seed on.", min=1)] = 1,
+    sweep: Sweep = None,
+    jobs: Annotated[int, typer.Option(help="Runs at a time; 0 is one a core.", min=0)] = 0,
     out: Out = None,
     set_: Set = None,
     force: Force = False,
@@ -159,19 +178,22 @@ def compare(
 
     \b
     fedstill compare fedavg fedprox --alpha 0.1
+    fedstill compare fedavg fedgkd fedkf --seeds 5 --sweep alpha=0.05,0.1,1 --target 0.7
 
-    A --set that only some of the methods know goes to those.
+    A --set that only some of the methods know goes to those. Interrupted, the same command goes on.
     """
-    _commands().compare(methods, _settings(locals()), set_ or [], out=out, force=force)
+    settings = _settings(locals())
+    _commands().compare(methods, settings, set_ or [], seeds=seeds, sweeps=sweep or [], jobs=jobs, out=out, force=force)
 
 
 @app.command(rich_help_panel="Train")
 def resume(
     directory: Annotated[Path, typer.Argument(help="The directory of a run that was interrupted.")],
     rounds: Annotated[int | None, typer.Option(help="Go on to this round, also after the run had ended.")] = None,
+    tensorboard: TensorBoard = False,
 ) -> None:
     """Continue a run after any interruption; the result is the same, bit for bit."""
-    _commands().resume(directory, rounds)
+    _commands().resume(directory, rounds, tensorboard=tensorboard)
 
 
 @app.command(rich_help_panel="Look")
@@ -181,6 +203,16 @@ def show(
 ) -> None:
     """Show what runs came to."""
     _commands().show(directories, plot)
+
+
+@app.command(rich_help_panel="Look")
+def report(
+    directories: Annotated[list[Path], typer.Argument(help="Run directories, or folders that hold some.")],
+    out: Annotated[Path, typer.Option(help="The page, one file.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="What to write above it.", show_default=False)] = "",
+) -> None:
+    """Write a page about runs: results, figures, settings."""
+    importlib.import_module("fedstill.cli.pictures").report(directories, out, title)
 
 
 @app.command(rich_help_panel="Look")

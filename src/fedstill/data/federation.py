@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -172,8 +172,11 @@ def from_clients(
     dataset_name: str = "clients",
     mean: tuple[float, ...] = (),
     std: tuple[float, ...] = (),
+    pool: tuple[Array, Array] | None = None,
 ) -> Federation:
     """A federation of clients given as (samples, labels) each, with an optional global test set.
+
+    `pool` are samples that the server holds itself.
 
     >>> x, y = np.zeros((10, 4), np.float32), np.arange(10) % 2
     >>> from_clients([(x, y), (x[:5], y[:5])]).sizes.tolist()
@@ -194,10 +197,14 @@ def from_clients(
         raise DataError(f"{len(names)} names were given for {len(clients)} clients; give one for each")
     x, y = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
     test_x, test_y = (x[:0], y[:0]) if test is None else _pair("the test set", *test)
+    pool_x, pool_y = (x[:0], y[:0]) if pool is None else _pair("the pool", *pool)
+    owner = torch.repeat_interleave(torch.tensor([len(y) for _, y in pairs] + [len(pool_y)]))
+    owner[len(y) :] = -1
+    pooled = np.arange(len(y), len(owner))
+    x, y = torch.cat([x, pool_x]), torch.cat([y, pool_y])
     highest = int(torch.cat([y, test_y]).max())
     if classes and highest >= len(classes):
         raise DataError(f"label {highest} has no name among the {len(classes)} classes given")
-    owner = torch.repeat_interleave(torch.tensor([len(y) for _, y in pairs]))
     dataset = Dataset(
         name=dataset_name,
         train=Split(_channels_last(x), y, owner),
@@ -207,7 +214,8 @@ def from_clients(
         std=std,
         client_names=tuple(names),
     )
-    return federate(dataset, clients=0, partition="natural", seed=seed, test_fraction=test_fraction)
+    divided = federate(dataset, clients=0, partition="natural", seed=seed, test_fraction=test_fraction)
+    return replace(divided, pool_index=pooled)
 
 
 def _labels(split: Split) -> IntArray:

@@ -39,7 +39,8 @@ def match_channels(x: Tensor, channels: int) -> Tensor:
         return x.expand(-1, channels, -1, -1)
     if channels == 1 and x.shape[1] == 3:
         weights = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
-        return (x.float() * weights).sum(1, keepdim=True).round().to(x.dtype)
+        grey = (x.float() * weights).sum(1, keepdim=True)
+        return grey.to(x.dtype) if x.is_floating_point() else grey.round().to(x.dtype)
     raise DataError(f"images of {x.shape[1]} channels cannot stand in for images of {channels}")
 
 

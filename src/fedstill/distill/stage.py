@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fedstill.models.norms import norms
 from fedstill.train.evaluate import Outputs, predict
 from fedstill.train.loop import Batch, Loss, Objective, fit
 from fedstill.train.losses import soft_kl
@@ -58,8 +59,17 @@ def distil(
         return start
     net = task.nets.get("distilled")
     net.load(start)
-    fit(net, samples, Objective(base=loss), training, lr=training.lr, order=order)
+    statistics = task.buffers != "average"  # averaged ones stay the clients', whatever samples the server has
+    fit(net, samples, Objective(base=loss), training, lr=training.lr, order=order, statistics=statistics)
     return net.read()
+
+
+def train_student(module: nn.Module, task: Task) -> None:
+    """Training mode as in `distil`, for a loop of one's own."""
+    module.train()
+    if task.buffers == "average":
+        for layer in norms(module):
+            layer.eval()
 
 
 def as_samples(x: Tensor, y: Tensor | None = None) -> Samples:

@@ -139,7 +139,7 @@ def _serve(worker: Worker, pipe: Connection, inherited: list[Connection], parent
     """The life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _die_with_parent(parent)
+    die_with_parent(parent)
     if _CONTEXT.get_start_method() == "fork":
         for other in inherited:  # else a pipe stays open after its owner died, and nobody notices
             with contextlib.suppress(OSError):
@@ -169,7 +169,7 @@ def _serve(worker: Worker, pipe: Connection, inherited: list[Connection], parent
             return
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Have the system end this process when its parent is killed, so that no orphan goes on writing."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fedstill.attacks.attack import Attack
 from fedstill.core import seeds
 from fedstill.core.store import Store
 from fedstill.core.tree import Message, Tree
@@ -59,6 +60,7 @@ class Worker:
     method: Method
     store: Store
     regional: tuple[tuple[Task, Method], ...] = ()  # how the clients of each region train
+    attack: Attack = Attack()  # noqa: RUF009 - it cannot change
 
     def handle(self, request: Request, down: Message) -> Tree:
         """Do what is asked with what the server sent. The answer is data, ready for any wire."""
@@ -75,11 +77,12 @@ class Worker:
 
     def _client(self, request: Train | Conclude, down: Message) -> Client:
         dataset, index = self.task.dataset, torch.from_numpy(self.federation.train(request.client))
+        labels = self.attack.labels(request.client, dataset.train.y)
         return Client(
             self.task,
             request.client,
             request.round,
-            Samples(dataset.train.x, dataset.train.y, index, dataset.normalise),
+            Samples(dataset.train.x, labels, index, dataset.normalise),
             down,
             read_state=lambda: self.store.read(request.client, before=request.round) or {},
         )
@@ -87,9 +90,12 @@ class Worker:
     def _train(self, client: Client, request: Train) -> dict[str, Any]:
         # For code that draws from PyTorch's global stream without asking for one of its own.
         torch.default_generator.manual_seed(seeds.key(self.task.seed, "global stream", request.round, client.id))
-        message = self.method.local(client)
+        message, declared = self.method.local(client), self.method.wire(self.task).up
+        if self.attack.on_updates and client.id in self.attack.clients and fault(message, declared) is None:
+            forged = self.attack.forged(message["model"], client.down["model"], client.flat, client.rng("attack"))
+            message = message | {"model": forged}
         # A client whose answer the server will drop keeps the state it had.
-        if client.touched_state and fault(message, self.method.wire(self.task).up) is None:
+        if client.touched_state and fault(message, declared) is None:
             self.store.write(request.client, request.round, client.touched_state)
         metrics = {"train_loss": client.trained.loss} if client.trained else {}
         if request.measure:

@@ -36,6 +36,7 @@ def run(
     *,
     data: str | Dataset | Federation = "fashion-mini",
     model: str | Network = "lenet5",
+    proxy: str | Dataset = "",
     out: str | Path | None = None,
     force: bool = False,
     listener: Listener | None = None,
@@ -50,8 +51,9 @@ def run(
     >>> result.summary["rounds"]
     1
     """
-    config = _config(method, data, model, settings)
+    config = _config(method, data, model, proxy, settings)
     own: dict[str, Any] = {
+        "proxy": None if isinstance(proxy, str) else proxy,
         "method": None if isinstance(method, str) else method,
         "data": None if isinstance(data, str) else data,
         "model": None if isinstance(model, str) else model,
@@ -80,14 +82,17 @@ def resume(
     method: Method | None = None,
     data: Dataset | Federation | None = None,
     model: Network | None = None,
+    proxy: Dataset | None = None,
     rounds: int | None = None,
     listener: Listener | None = None,
 ) -> Result:
     """Continue a run where it stopped, or with more `rounds` after it ended. Objects must be given again."""
     directory = RunDirectory.open(Path(path))
     try:
-        config = _continued(directory, rounds, {"method": method, "data": data, "model": model})
-        setup = prepare(config, data=data, model=model, method=method)
+        config = _continued(directory, rounds, {"method": method, "data": data, "model": model, "proxy": proxy})
+        setup = prepare(config, data=data, model=model, method=method, proxy=proxy)
+        if rounds is not None:
+            directory.write_config(config)  # now that it is known to work
     except BaseException:
         directory.release()
         raise
@@ -106,7 +111,6 @@ def _continued(directory: RunDirectory, rounds: int | None, given: dict[str, obj
         if rounds < max(1, last):
             raise SettingError(f"rounds = {rounds}: {directory.path} has {last} already; at least 1 is needed")
         config = config.model_copy(update={"rounds": rounds})
-        directory.write_config(config)
     return config
 
 
@@ -120,15 +124,17 @@ def _execute(setup: Setup, directory: RunDirectory, listener: Listener | None) -
         directory.release()
 
 
-def _config(method: str | Method, data: object, model: object, settings: dict[str, Any]) -> Config:
+def _config(method: str | Method, data: object, model: object, proxy: object, settings: dict[str, Any]) -> Config:
     if isinstance(data, Federation):
         if settled := sorted(DIVISION & set(settings)):
             raise SettingError(f"{settled[0]} cannot be set: the data are a Federation, divided already")
         settings = settings | {"clients": data.clients, "partition": "natural"}
-    named = {"method": method, "data": data, "model": model}
+    named = {"method": method, "data": data, "model": model, "proxy": proxy}
     for name, value in named.items():
         if not isinstance(value, str):
             named[name] = f"<{getattr(value, '__name__', type(value).__name__)}>"
     if isinstance(method, Method):
+        if any(part.name == "f2l" for part in method.parts()) and "region" not in settings:
+            settings = {"regions": 3} | settings
         return resolve(settings | named | {"hyper": registry.settings_of(method)}, custom_method=True)
     return resolve(settings | named)

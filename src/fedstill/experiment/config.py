@@ -10,8 +10,9 @@ from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
+from fedstill.attacks.attack import AttackKind
 from fedstill.core import custom
 from fedstill.core.errors import SettingError, unknown
 from fedstill.data import augment
@@ -25,7 +26,9 @@ class RegionSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str = ""
-    clients: int | list[int] = Field(0, description="how many clients, or which; 0: an equal share")
+    clients: NonNegativeInt | list[NonNegativeInt] = Field(
+        0, description="how many clients, or which; 0: an equal share"
+    )
     joins: int = Field(1, ge=1, description="its first round")
     leaves: int = Field(0, ge=0, description="the first round without it; 0: it stays")
     method: str = Field("", description="the method inside the region")
@@ -103,15 +106,28 @@ class Config(BaseModel):
     save_teachers: bool = Field(False, description="keep the models that meet, for 'fedstill reteach'")
     late_clients: int = Field(0, ge=0, description="clients, the last ones, that are not there from the start")
     late_from: int = Field(1, ge=1, description="their first round")
+    # attacks
+    attack: AttackKind = Field("", description="what malicious clients do: to their labels, or to what they send")
+    attackers: int = Field(0, ge=0, description="number of malicious clients, drawn among those that have data")
+    attack_class: int = Field(0, ge=0, description="the class of all their samples (label-flip)")
+    attack_scale: float = Field(
+        1.0, gt=0, description="noise: its spread over each layer's own; scale: the factor on the update"
+    )
     # how it is run
     seed: int = Field(0, ge=0, description="the same seed gives the same bits")
     engine: Literal["process", "inline"] = Field("process", description="worker processes, or all in this one")
     workers: int = Field(0, ge=0, description="worker processes; 0: one a core")
     eval_every: int = Field(1, ge=0, description="evaluate every so many rounds; 0: only after the last")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
-    min_clients: int = Field(1, ge=1, description="stop if fewer clients of a round give a usable answer")
+    save_models: int = Field(0, ge=0, description="keep the global model every so many rounds; 0: none")
+    min_clients: int = Field(1, ge=1, description="stop if fewer clients of a round (and region) give a usable answer")
     target: float = Field(0.0, ge=0, le=1, description="report the first round with this accuracy; 0: none")
     hyper: dict[str, Any] = Field(default_factory=dict, description="the method's own settings")
+
+    @property
+    def flat(self) -> bool:
+        """Whether there are no regions."""
+        return self.regions == 1 and not self.region
 
     def each_region(self) -> list[RegionSettings]:
         """What each region has of its own, if anything."""
@@ -138,6 +154,7 @@ FREE = {
     "target",
     "data_dir",
     "save_teachers",
+    "save_models",
 }
 
 
@@ -224,7 +241,10 @@ def _regions(tables: Any, method: str) -> list[dict[str, Any]]:
     found = []
     for table in tables:
         plain = {k: v for k, v in table.items() if k in RegionSettings.model_fields}
-        own = plain.pop("hyper", {}) | {k: v for k, v in table.items() if k not in RegionSettings.model_fields}
+        given = plain.pop("hyper", {})
+        if not isinstance(given, Mapping) or not isinstance(plain.get("method", ""), str):
+            raise SettingError("region: hyper is a table of settings, and method the name of one")
+        own = dict(given) | {k: v for k, v in table.items() if k not in RegionSettings.model_fields}
         runs = plain.get("method") or method
         known = [] if is_object(runs) else [p.name for p in registry.hyper_parameters(runs)]
         for key in own:

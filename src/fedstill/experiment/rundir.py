@@ -6,8 +6,10 @@ summary.json        best and final numbers, cost, versions; there when the run i
 clients.csv         each client's samples and its accuracy under the final model
 model.safetensors   the final model as named tensors
 curves.png          the learning curves, where the command line drew them
+models/             the global model after some of the rounds, if the run was to save them
 teachers/           the models that met at each episode's end, if the run was to save them
 checkpoints/        the last two rounds' server state, and the clients' own
+tensorboard/        events for TensorBoard, if they were asked for
 log.txt             what happened when
 """
 
@@ -36,6 +38,8 @@ Record = dict[str, Any]
 _KEPT = 2
 _LOCK = "checkpoints/lock"
 _TEACHERS = "teachers"
+_MODELS = "models"
+TENSORBOARD = "tensorboard"
 _FILES = ("summary.json", "metrics.jsonl", "clients.csv", "model.safetensors", "curves.png", "log.txt")
 
 
@@ -171,6 +175,17 @@ class RunDirectory:
         files = (self.path / _TEACHERS).glob("episode-*.safetensors")
         return {int(p.stem.removeprefix("episode-")): p for p in files}
 
+    def save_model(self, round_: int, data: bytes) -> None:
+        """Keep the global model after a round."""
+        folder = self.path / _MODELS
+        folder.mkdir(exist_ok=True)
+        write_atomic(folder / f"round-{round_:06d}.safetensors", data)
+
+    def saved_models(self) -> dict[int, Path]:
+        """The rounds whose global model was kept, in order."""
+        files = (self.path / _MODELS).glob("round-*.safetensors")
+        return dict(sorted((int(p.stem.removeprefix("round-")), p) for p in files))
+
     def regional_store(self, region: int) -> Store:
         """What a region's server keeps for single clients."""
         return Store(self.checkpoints / f"server-{region}")
@@ -201,7 +216,8 @@ class RunDirectory:
         """Delete what an earlier run wrote, and nothing else."""
         for name in _FILES:
             (self.path / name).unlink(missing_ok=True)
-        for file in (*self.checkpoints.glob("round-*"), *self.saved_episodes().values()):
+        kept = (*self.saved_episodes().values(), *self.saved_models().values())
+        for file in (*self.checkpoints.glob("round-*"), *kept, *(self.path / TENSORBOARD).glob("events.out.*")):
             file.unlink()
         for store in self._stores():
             shutil.rmtree(store.root, ignore_errors=True)

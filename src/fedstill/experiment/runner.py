@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,6 +41,7 @@ QUALITY = ("accuracy", "loss", "amp", "fm", "wlp", "local_accuracy")
 LOWER_IS_BETTER = ("loss", "fm")
 FINAL_EVALUATIONS = 5
 _SCORED_AT_ONCE = 1000
+_COUNTED = ("bytes_down", "bytes_up", "dropped")
 _LOGGED = ("stage", "disagreement")
 
 
@@ -84,6 +85,7 @@ class Run:
         self.regional = {0: self.server} if setup.hierarchy.flat else self._regional_servers()
         self.records: list[Record] = []
         self._active_since_checkpoint: set[int] = set()
+        self._last: dict[str, int] = {}  # what crossed after the last round
         restored = directory.restore()
         if restored is None:
             for region in setup.hierarchy.regions:
@@ -118,15 +120,20 @@ class Run:
         config = self.setup.config
         setup, regions = self.setup, self.setup.hierarchy.regions
         regional = () if setup.hierarchy.flat else tuple((region.task, region.method) for region in regions)
-        worker = Worker(setup.task, setup.federation, setup.method, self.directory.client_store, regional)
+        worker = Worker(setup.task, setup.federation, setup.method, self.directory.client_store, regional, setup.attack)
         with one_thread(), make_engine(config.engine, config.workers, worker) as engine:
             log.info("rounds %d to %d of %s", self.server.round + 1, config.rounds, config.method)
+            if setup.attack.kind:
+                log.info("%s by clients %s", setup.attack.kind, ", ".join(map(str, sorted(setup.attack.clients))))
             self.listener.started(self.setup, self.server.round)
             evaluation = None
             for round_ in range(self.server.round + 1, config.rounds + 1):
                 record, evaluation = self._round(engine, round_)
                 self.records.append(record)
                 self.directory.append(record)
+                if config.save_models and round_ % config.save_models == 0 and self.setup.method.global_model:
+                    # Before the checkpoint: a run that is resumed from it has no gap here.
+                    self.directory.save_model(round_, save_tensors(self.trained_state_dict()))
                 if round_ % config.checkpoint_every == 0 or round_ == config.rounds:
                     self._checkpoint()
                 self.listener.round_done(record)
@@ -158,6 +165,7 @@ class Run:
         tally = Tally()
         for (region, _), cohort in zip(present, cohorts, strict=True):
             self._regional_round(engine, region, cohort, tally, measure=due)
+        after = self._teachers_after(engine, present) if self._follows_meeting(round_) else {}
         episode: Record = {}
         if hierarchy.ends_episode(round_):
             episode = self._merge(engine, [region for region, _ in present], compare=due)
@@ -190,10 +198,8 @@ class Run:
             record["episode"] = episode
         elif hierarchy.flat and self.server.notes:
             record["server"] = self.server.notes
-        if self._follows_meeting(round_):
-            record["teachers_after"] = {
-                region.name: self._tested(engine, self.regional_model(region))[0] for region, _ in present
-            }
+        if after:
+            record["teachers_after"] = after
         return without_nan(record), main
 
     def _evaluates(self, round_: int) -> bool:
@@ -206,6 +212,10 @@ class Run:
         """Whether the regions have just trained for one round on what a meeting that was evaluated gave them."""
         before = self.records[-1] if self.records else {}
         return before.get("round") == round_ - 1 and "student" in before.get("episode", {})
+
+    def _teachers_after(self, engine: Engine, present: Sequence[tuple[Region, IntArray]]) -> Record:
+        """How the regions' models do, one round after they met."""
+        return {region.name: self._tested(engine, self.regional_model(region))[0] for region, _ in present}
 
     def _regional_round(
         self, engine: Engine, region: Region, cohort: list[int], tally: Tally, *, measure: bool
@@ -225,7 +235,8 @@ class Run:
             least=self.setup.config.min_clients,
             tick=self.listener.client_done,
         )
-        method.aggregate(server, iter(uplinks))
+        with self._stream("server layers", region.number):
+            method.aggregate(server, iter(uplinks))
         tally.add(uplinks, nbytes(down) * len(cohort))
 
     def _merge(self, engine: Engine, present: list[Region], *, compare: bool) -> Record:
@@ -241,7 +252,8 @@ class Run:
             self.directory.save_episode(number, kept)
         self.server.notes = {}
         began = time.perf_counter()
-        self.setup.method.merge(self.server, list(models.values()))
+        with self._stream("global server layers"):
+            self.setup.method.merge(self.server, list(models.values()))
         seconds = time.perf_counter() - began
         for server in self.regional.values():
             server.model = self.server.model
@@ -268,12 +280,29 @@ class Run:
         answers = engine.run([Conclude(k, config.rounds + 1) for k in clients], {"model": self.model()})
         declared = method.wire(self.setup.task).last
         uplinks = Checked(clients, answers, declared, least=config.min_clients, tick=lambda: None)
-        method.conclude(self.server, iter(uplinks))
+        with self._stream("last layers"):
+            method.conclude(self.server, iter(uplinks))
+        self._last = {
+            "bytes_down": nbytes({"model": self.model()}) * len(clients),
+            "bytes_up": uplinks.bytes_up,
+            "dropped": len(uplinks.dropped),
+        }
+
+    @contextmanager
+    def _stream(self, purpose: str, *where: int) -> Iterator[None]:
+        """PyTorch's global stream for layers, such as Dropout, that draw without asking for one of their own."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seeds.key(self.setup.config.seed, purpose, self.server.round, *where))
+            yield
 
     def _models(self) -> dict[str, Tensor]:
-        if self.setup.hierarchy.flat or self.setup.method.concludes:
-            return self.setup.method.models(self.server)
-        return {"model": self.server.model}
+        if not (self.setup.hierarchy.flat or self.setup.method.concludes):
+            return {"model": self.server.model}
+        models = self.setup.method.models(self.server)
+        for name, model in models.items():
+            if not torch.isfinite(model).all():
+                raise FedstillError(f"round {self.server.round}: {name} is no longer finite; a smaller rate may help")
+        return models
 
     def model(self) -> Tensor:
         """The weights of the model: what the run is for."""
@@ -326,8 +355,9 @@ class Run:
             "final_is_mean_of": len(last),
             "best_round": max(scored, key=lambda r: r["accuracy"] or 0)["round"],
             "final_per_class": last[-1].get("per_class"),
-            **{name: sum(r[name] for r in self.records) for name in ("bytes_down", "bytes_up", "dropped")},
+            **{name: sum(r[name] for r in self.records) + self._last.get(name, 0) for name in _COUNTED},
             **{name: sum(r[name] for r in self.records) for name in ("seconds", "eval_seconds")},
+            "bytes_regions": sum(r["episode"]["bytes"] for r in self.records if "episode" in r),
         }
         if also := last[-1].get("also"):
             summary["also"] = {name: _best_and_final([r["also"][name] for r in scored]) for name in also}
@@ -454,8 +484,12 @@ def make_engine(kind: str, workers: int, worker: Worker) -> Engine:
     """The engine by name; no number of workers means one a core."""
     if kind == "inline":
         return Inline(worker)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Processes(worker, workers or cores)
+    return Processes(worker, workers or cores())
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

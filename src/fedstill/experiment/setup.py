@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedstill.attacks.attack import Attack, plan
 from fedstill.core import custom
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.data import augment
@@ -39,6 +40,7 @@ class Setup:
     federation: Federation
     method: Method
     hierarchy: Hierarchy
+    attack: Attack
 
     def pool(self) -> Samples | None:
         """The samples that the server itself holds."""
@@ -53,9 +55,10 @@ def prepare(
     data: Dataset | Federation | None = None,
     model: Network | None = None,
     method: Method | None = None,
+    proxy: Dataset | None = None,
 ) -> Setup:
     """Load, divide and build what the configuration names; what is given as an object is taken as it is."""
-    method = method or registry.make(config.method, config.hyper)
+    method = registry.make(config.method, config.hyper) if method is None else registry.checked(method)
     if isinstance(data, Federation):
         federation = data
     else:
@@ -69,13 +72,13 @@ def prepare(
         augment=augment.parse(config.augment),
         buffers=config.buffers,
         seed=config.seed,
-        proxy=proxy_samples(config, federation),
+        proxy=proxy_samples(config, federation, proxy),
     )
     _check_fit(task, config)
-    method.check(task)
-    if method.needs().server_labels and not len(federation.pool_index):
-        raise SettingError(f"{config.method} needs labelled samples on the server: set pool, for example pool=0.1")
-    return Setup(config, task, federation, method, arrange(config, task, federation, method))
+    (method if config.flat else method.regional()).check(task)
+    _check_labels(config.method, method, federation)
+    hierarchy = arrange(config, task, federation, method)
+    return Setup(config, task, federation, method, hierarchy, attack_of(config, federation, hierarchy))
 
 
 def arrange(config: Config, task: Task, federation: Federation, method: Method) -> Hierarchy:
@@ -86,7 +89,7 @@ def arrange(config: Config, task: Task, federation: Federation, method: Method) 
     tables = config.region
     if tables and config.regions != len(tables):
         raise SettingError(f"regions = {config.regions}, but there are {len(tables)} [[region]] tables")
-    if not tables and config.regions == 1:
+    if config.flat:
         everyone = Region(0, "", np.arange(clients), method, task, config.participation)
         return Hierarchy((everyone,), late=config.late_clients, late_from=config.late_from)
     if config.rounds % config.rounds_per_episode:
@@ -101,6 +104,7 @@ def arrange(config: Config, task: Task, federation: Federation, method: Method) 
         regional_task = task.trained_as(local_training(settings, federation)) if own.of_its_own() else task
         inside = regional_method(own, config, method)
         _check_region(name, inside, regional_task, config)
+        _check_labels(f"{name}: its method", inside, federation)
         found.append(
             Region(number, name, members, inside, regional_task, settings.participation, own.joins, own.leaves)
         )
@@ -114,6 +118,13 @@ def arrange(config: Config, task: Task, federation: Federation, method: Method) 
     )
     _check_attendance(hierarchy, config, federation)
     return hierarchy
+
+
+def _check_labels(name: str, method: Method, federation: Federation) -> None:
+    if method.needs().server_labels and not len(federation.pool_index):
+        raise SettingError(
+            f"{name} needs labelled samples on the server: set pool, for example pool=0.1, or give pool to from_clients"
+        )
 
 
 def regional_method(own: RegionSettings, config: Config, method: Method) -> Method:
@@ -143,7 +154,12 @@ def _check_attendance(hierarchy: Hierarchy, config: Config, federation: Federati
     names = [region.name for region in hierarchy.regions]
     if len(set(names)) < len(names):
         raise SettingError(f"region: each needs a name of its own, and they are {', '.join(names)}")
+    for region in hierarchy.regions:
+        if region.leaves and region.leaves <= region.joins:
+            raise SettingError(f"{region.name}: it leaves in round {region.leaves} and joins in round {region.joins}")
     changes = {1, config.late_from, *(r.joins for r in hierarchy.regions), *(r.leaves for r in hierarchy.regions)}
+    if hierarchy.redrawn:  # each episode deals anew
+        changes |= set(range(1, config.rounds + 1, config.rounds_per_episode))
     for round_ in sorted(r for r in changes if 1 <= r <= config.rounds):
         present = hierarchy.present(round_)
         if not present:
@@ -153,17 +169,40 @@ def _check_attendance(hierarchy: Hierarchy, config: Config, federation: Federati
                 raise SettingError(f"{region.name}: none of its clients has data in round {round_}")
 
 
+def attack_of(config: Config, federation: Federation, hierarchy: Hierarchy) -> Attack:
+    """Who is malicious, and how; refused where the attack has nothing to change."""
+    attack = plan(
+        config.attack,
+        config.attackers,
+        federation.sizes,
+        len(federation.dataset.classes),
+        target=config.attack_class,
+        scale=config.attack_scale,
+        seed=config.seed,
+    )
+    for region in hierarchy.regions if attack.on_updates else ():
+        wire = region.method.wire(region.task)
+        if "model" not in wire.up or "model" not in wire.down:
+            raise SettingError(f"attack = {config.attack!r} changes clients' models, and this method sends none")
+    return attack
+
+
 def load_data(config: Config) -> Dataset:
     """The dataset that the configuration names, images at the size that the model needs."""
     if custom.is_reference(config.data):
-        made = custom.call(config.data)
-        if not isinstance(made, Dataset):
-            raise SettingError(
-                f"{config.data} returns a {type(made).__name__}; it must return a fedstill.Dataset "
-                "(fedstill.from_arrays makes one)"
-            )
-        return made
+        return made_dataset(config.data)
     return load_dataset(config.data, config.data_dir or None, wanted_size(config))
+
+
+def made_dataset(reference: str) -> Dataset:
+    """What a user's function makes."""
+    made = custom.call(reference)
+    if not isinstance(made, Dataset):
+        raise SettingError(
+            f"{reference} returns a {type(made).__name__}; it must return a fedstill.Dataset "
+            "(fedstill.from_arrays makes one)"
+        )
+    return made
 
 
 def wanted_size(config: Config) -> int:
@@ -196,7 +235,20 @@ def divide(config: Config, dataset: Dataset) -> Federation:
     )
 
 
-def proxy_samples(config: Config, federation: Federation) -> Samples | None:
+def load_proxy(config: Config, given: Dataset | None, size: int) -> Dataset:
+    """The dataset that stands in: given as an object, made by a function, or named."""
+    if given is not None:
+        return sized(given, size)
+    if custom.is_reference(config.proxy):
+        return sized(made_dataset(config.proxy), size)
+    if config.proxy == config.data:
+        raise SettingError(
+            f"proxy = {config.proxy!r} is what the clients hold; for a part of it, set pool and proxy=pool"
+        )
+    return load_dataset(config.proxy, config.data_dir or None, size)
+
+
+def proxy_samples(config: Config, federation: Federation, given: Dataset | None = None) -> Samples | None:
     """The unlabelled samples that the configuration names: of the server's pool, or of another dataset."""
     dataset = federation.dataset
     if not config.proxy:
@@ -207,7 +259,7 @@ def proxy_samples(config: Config, federation: Federation) -> Samples | None:
         index = torch.from_numpy(federation.pool_index)
         return Samples(dataset.train.x, torch.zeros_like(dataset.train.y), index, dataset.normalise)
     size = dataset.shape[-1] if len(dataset.shape) == 3 else 0
-    other = load_dataset(config.proxy, config.data_dir or None, size)
+    other = load_proxy(config, given, size)
     check_stands_in(other, dataset)
     index = balanced(other.train.y, config.proxy_size, config.seed)
 

@@ -36,6 +36,7 @@ class Part:
     what: str
     dtype: torch.dtype = torch.float32
     optional: bool = False  # not in every round's message
+    least: float | None = None  # the smallest number that can be in it
 
     @property
     def nbytes(self) -> int:
@@ -71,8 +72,13 @@ def fault(message: Tree, declared: dict[str, Part]) -> str | None:
     """What is wrong with what a client sent, or None."""
     if problem := misfit(message, declared):
         return problem
-    bad = first_not_finite(message)
-    return f"{bad} is not finite" if bad else None
+    if bad := first_not_finite(message):
+        return f"{bad} is not finite"
+    for name, tensor in message.items():
+        least = declared[name].least
+        if least is not None and tensor.numel() and tensor.min() < least:
+            return f"{name} holds numbers below {least:g}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -212,6 +218,10 @@ class Method:
     def models(self, server: Server) -> dict[str, Tensor]:
         """The models to evaluate. The first is the model: the one that is saved and headlines the results."""
         return {"model": server.model}
+
+    def parts(self) -> list[Method]:
+        """The methods that are joined in this one, the client side first."""
+        return [self]
 
     def regional(self) -> Method:
         """The method that runs inside each region where there are regions."""

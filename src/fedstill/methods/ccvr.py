@@ -40,15 +40,13 @@ class CCVR(Modifier):
         require_features(task, "ccvr")
         if not self.inner.global_model:
             raise SettingError("ccvr calibrates the global model, and with this method there is none")
-        if self.inner.concludes:
-            raise SettingError("ccvr can be joined once")
 
     def wire(self, task: Task) -> Wire:
         c, d = task.classes, task.feature_dim
         last = {
             "means": Part((c, d), "mean feature of each class", torch.float64),
             "covariances": Part((c, d, d), "covariance of each class's features", torch.float64),
-            "counts": Part((c,), "samples of each class", torch.float64),
+            "counts": Part((c,), "samples of each class", torch.float64, least=0),
         }
         return replace(super().wire(task), last=last)
 
@@ -74,11 +72,14 @@ class CCVR(Modifier):
         rng = server.rng("virtual features")
         features, labels = [], []
         for c in torch.nonzero(counts > 1).flatten().tolist():
-            spread = torch.linalg.cholesky(covariances[c] + 1e-6 * torch.eye(len(means[c]), dtype=torch.float64))
+            spread = root(covariances[c])
             noise = torch.randn(self.virtual, len(means[c]), generator=rng, dtype=torch.float64)
             features.append(means[c] + noise @ spread.T)
             labels.append(torch.full((self.virtual,), c))
         model = next(iter(super().models(server).values()))
+        if not features:  # nobody has two samples of a class: there is nothing to calibrate on
+            server.state[_STATE] = model
+            return
         dtype = server.task.dtype
         server.state[_STATE] = self.calibrate(server, model, torch.cat(features).to(dtype), torch.cat(labels))
 
@@ -98,6 +99,17 @@ class CCVR(Modifier):
     def models(self, server: Server) -> dict[str, Tensor]:
         plain = super().models(server)
         return {"with CCVR": server.state[_STATE], **plain} if _STATE in server.state else plain
+
+
+def root(covariance: Tensor) -> Tensor:
+    """A matrix L with L L^T the covariance plus 1e-6 I, or the nearest to it: what clients sent need not be one."""
+    lower, failed = torch.linalg.cholesky_ex(covariance + 1e-6 * torch.eye(len(covariance), dtype=covariance.dtype))
+    if not failed:
+        found: Tensor = lower
+        return found
+    values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
+    scaled: Tensor = vectors * (values.clamp(min=0) + 1e-6).sqrt()
+    return scaled
 
 
 def pooled(uplinks: Iterator[Uplink]) -> tuple[Tensor, Tensor, Tensor]:

@@ -113,10 +113,10 @@ class CReFF(ServerSide):
 
     def models(self, server: Server) -> dict[str, Tensor]:
         plain = super().models(server)
-        model = plain.pop("model")
+        (_, model), *others = plain.items()
         net = load_for_evaluation(server.task, model, "re-trained")
         write_head(classifier(net).head, server.state["head"])
-        return {"re-trained": net.read(), "before re-training": model, **plain}
+        return {"re-trained": net.read(), "before re-training": model, **dict(others)}
 
 
 def gradient_distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -24,13 +24,14 @@ from fedstill.distill.generators import (
     to_inputs,
 )
 from fedstill.distill.stage import as_samples, ask, distil, match_probabilities, mean_logits, mean_probabilities
-from fedstill.methods.base import Part, Server, Uplink, Wire
+from fedstill.methods.base import Needs, Part, Server, Uplink, Wire
 from fedstill.methods.server_side import ServerSide
 from fedstill.models.base import Classifier
+from fedstill.models.norms import statistics_kept
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, predict, require_features
 from fedstill.train.loop import Batch, Objective, descend, steps_of
-from fedstill.train.task import LocalTraining, Samples, Task, classifier, statistics_kept
+from fedstill.train.task import LocalTraining, Samples, Task, classifier
 
 Variant = Literal["full", "no-sharing", "no-correlation", "no-distill"]
 
@@ -58,12 +59,13 @@ class DaFKD(ServerSide):
 
     name: ClassVar[str] = "dafkd"
     paper: ClassVar[str] = "Wang et al. 2023"
-    extra_information: ClassVar[str] = "a generator and a discriminator trained on its data"
 
     uniform: Annotated[bool, "average the clients' weights uniformly (Eq. 6), not by sample counts"] = True
-    variant: Annotated[Variant, "the ablations of Table 3, or all of it"] = "full"
-    private: Annotated[bool, "clients send weighted predictions instead of their discriminators (Sec. 3.3)"] = False
-    conditional: Annotated[bool, "the generator is told a label"] = False
+    variant: Annotated[Variant, "full, or an ablation: no-sharing (of the trunk), no-correlation, no-distill"] = "full"
+    private: Annotated[
+        bool, "clients send weighted predictions, not their discriminators, which these still give away"
+    ] = False
+    conditional: Annotated[bool, "the generator has a label as a further input, drawn at random"] = False
     z_dim: Annotated[int, Ge(1), "d: dimension of the noise"] = 100
     generator_lr: Annotated[float, Gt(0), "learning rate of the generator (Adam)"] = 1e-3
     adv_rounds: Annotated[int, Ge(0), "train generator and discriminators only in the first rounds; 0: in all"] = 0
@@ -79,9 +81,9 @@ class DaFKD(ServerSide):
     def check(self, task: Task) -> None:
         check_image_shape(task.dataset.shape)
         require_features(task, "dafkd")
-        if self.private and self.variant == "no-correlation":
+        if self.private and not self.judged:
             raise SettingError(
-                "dafkd: private sends predictions weighted by the discriminator; no-correlation has none"
+                f"dafkd: private sends predictions weighted by the discriminator; {self.variant} has none"
             )
         if self.private and self.logit_T:
             raise SettingError("dafkd: private sends predictions, of which logit_T cannot make logits again")
@@ -93,12 +95,26 @@ class DaFKD(ServerSide):
         inner = super().wire(task)
         generator = {"generator": Part((self.generator(task).size,), "generator", task.dtype)}
         up = inner.up | generator
-        if self.private:
+        if self.judged and self.private:
             shape = (self.batches * self.sample_batch, task.classes)
-            up |= {"predictions": Part(shape, "weighted soft predictions of generated samples")}
-        else:
+            up |= {"predictions": Part(shape, "weighted soft predictions of generated samples", optional=True)}
+        elif self.judged:
             up |= {"discriminator": Part((self.discriminator(task).size,), "discriminator", task.dtype)}
         return Wire(inner.down | generator, up)
+
+    @property
+    def judged(self) -> bool:
+        """Whether the server needs to know what the discriminators say."""
+        return self.variant in ("full", "no-sharing")
+
+    def needs(self) -> Needs:
+        told = "a generator trained on its data"
+        if self.judged and self.private:
+            told += ", and weighted predictions of which its discriminator can be worked out"
+        elif self.judged:
+            told = "a generator and a discriminator trained on its data"
+        inner = self.inner.needs()
+        return replace(inner, extra_information=(*inner.extra_information, told))
 
     def start(self, server: Server) -> None:
         super().start(server)
@@ -114,7 +130,8 @@ class DaFKD(ServerSide):
         task = client.task
         generator, discriminator = self.generator(task), self.discriminator(task)
         generator.load(client.down["generator"])
-        discriminator.load(client.state.get("discriminator", self.new_discriminator(task).read()))
+        known = client.state.get("discriminator")
+        discriminator.load(self.new_discriminator(task).read() if known is None else known)
         judge = discriminator.module.train()
         assert isinstance(judge, Discriminator)
         generator.module.train()
@@ -122,7 +139,7 @@ class DaFKD(ServerSide):
         if self.adv_rounds and client.round > self.adv_rounds:
             return inner
         adam = torch.optim.Adam(generator.params, lr=self.generator_lr, fused=True)
-        noise, step = client.rng("noise"), 0
+        noise, step = client.rng("adversarial noise"), 0
         a_pass = steps_of(len(client.data), task.local) // task.local.epochs
         last = self.adv_epochs * a_pass if self.adv_epochs else None
 
@@ -160,6 +177,8 @@ class DaFKD(ServerSide):
         task, discriminator = client.task, self.discriminator(client.task)
         client.state["discriminator"] = discriminator.read()  # a private head, kept between rounds
         up = super().uplink(client) | {"generator": self.generator(task).read()}
+        if not self.judged or (self.private and client.round == 1):  # the first round is not distilled
+            return up
         if not self.private:
             return up | {"discriminator": discriminator.read()}
         pseudo = self.pseudo(task, client.down["generator"], client.round)
@@ -174,7 +193,7 @@ class DaFKD(ServerSide):
         server.state["generator"] = weighted_mean((up["generator"], 1) for up in uplinks)  # Eq. 4
         if server.round == 1 or self.variant == "no-distill" or self.server_epochs == 0:
             return
-        if self.private:
+        if self.private:  # though what is sent lets one solve for a discriminator on a known trunk
             pseudo = self.pseudo(task, sent, server.round)  # the set that clients drew from the same seed
             weighted = torch.stack([up["predictions"] for up in uplinks]).double().sum(0) + 1e-8 / task.classes
             targets = (weighted / weighted.sum(1, keepdim=True)).float()
@@ -182,7 +201,7 @@ class DaFKD(ServerSide):
             pseudo = self.pseudo(task, server.state["generator"], server.round)
             answers = ask(task, [up["model"] for up in uplinks], pseudo)
             weights = None
-            if self.variant != "no-correlation":
+            if self.judged:
                 weights = normalised(self.correlations(task, [up["discriminator"] for up in uplinks], answers, pseudo))
             if self.logit_T:
                 targets = (mean_logits(answers, weights) / self.logit_T).softmax(1)
@@ -252,7 +271,7 @@ class DaFKD(ServerSide):
 
     def pictures(self, task: Task, state: dict[str, Any], count: int) -> Tensor | None:
         if "generator" not in state:
-            return None
+            return super().pictures(task, state, count)
         generator = self.generator(task)
         generator.load(state["generator"])
         generator.module.train()

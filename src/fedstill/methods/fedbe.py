@@ -40,8 +40,7 @@ class FedBE(ServerSide):
         teachers = [server.model, *self.draw(server, models)]
         teachers += list(models) if self.clients_teach else []
         mixture = mean_probabilities(ask(server.task, teachers, proxy))
-        sharpened = mixture ** (1 / self.sharpen)
-        targets = sharpened / sharpened.sum(1, keepdim=True)
+        targets = (mixture.clamp(min=1e-38).log() / self.sharpen).softmax(1)  # p^(1/T), normalised
         training = LocalTraining(
             epochs=self.server_epochs,
             batch_size=self.server_batch,

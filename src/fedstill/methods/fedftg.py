@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Gt
+from torch import Tensor
 from torch.nn import functional as F
 
+from fedstill.core import seeds
 from fedstill.core.tree import Message
 from fedstill.core.weights import FlatNet
 from fedstill.distill.ensemble import diversity, label_weights, load_teachers
-from fedstill.distill.generators import ConditionalGenerator, check_image_shape
+from fedstill.distill.generators import ConditionalGenerator, check_image_shape, to_images
+from fedstill.distill.stage import train_student
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.client import Client
@@ -44,11 +47,11 @@ class FedFTG(ServerSide):
 
     def wire(self, task: Task) -> Wire:
         inner = super().wire(task)
-        return Wire(inner.down, inner.up | {"counts": Part((task.classes,), "samples of each class")})
+        return Wire(inner.down, inner.up | {"counts": Part((task.classes,), "samples of each class", least=0)})
 
     def start(self, server: Server) -> None:
         super().start(server)
-        server.state["generator"] = self.new_generator(server.task).read()
+        server.state["image generator"] = self.new_generator(server.task).read()
 
     def uplink(self, client: Client) -> Message:
         counts = torch.bincount(client.data.y, minlength=client.task.classes).float()
@@ -57,9 +60,9 @@ class FedFTG(ServerSide):
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         if self.iterations == 0:
             return
-        task, rng = server.task, server.rng("generator")
+        task, rng = server.task, server.rng("image generator")
         generator = task.nets.get(f"fedftg generator {self.z_dim}", lambda: self.new_generator(task))
-        generator.load(server.state["generator"])
+        generator.load(server.state["image generator"])
         generator.module.train()
         flat = task.nets.get("distilled")
         flat.load(server.model)
@@ -76,7 +79,7 @@ class FedFTG(ServerSide):
             for weight, teacher in zip(weights, teachers, strict=True):
                 made = generator.module(z, y)
                 said, taught = student(made), teacher(made)
-                differ = (weight[y].unsqueeze(1) * (said - taught).abs()).mean()
+                differ = (weight[y].unsqueeze(1) * (said - taught.detach()).abs()).mean()
                 known = (weight[y] * F.cross_entropy(taught, y, reduction="none")).mean()
                 spread = diversity(z, made) / len(teachers)
                 loss = -differ + self.lambda_cls * known + self.lambda_dis * spread
@@ -85,13 +88,23 @@ class FedFTG(ServerSide):
                 made = generator.module(z, y)
                 soft = torch.stack([teacher(made).softmax(1) for teacher in teachers])
                 target = (weights[:, y].unsqueeze(2) * soft).sum(0)
-            student.train()
+            train_student(student, task)
             for _ in range(self.student_steps):
                 sgd.zero_grad()
-                soft_kl(target, student(made)).backward()
+                (soft_kl(target, student(made)) / task.classes).backward()  # a mean over classes too
                 sgd.step()
         server.model = flat.read()
-        server.state["generator"] = generator.read()
+        server.state["image generator"] = generator.read()
+
+    def pictures(self, task: Task, state: dict[str, Any], count: int) -> Tensor | None:
+        if "image generator" not in state:
+            return super().pictures(task, state, count)
+        generator, rng = self.new_generator(task), seeds.torch_rng(task.seed, "pictures")
+        generator.load(state["image generator"])
+        with torch.no_grad():
+            z, y = torch.randn(max(2, count), self.z_dim, generator=rng), torch.arange(max(2, count)) % task.classes
+            made = generator.module.train()(z, y)
+        return to_images(made[:count], task.dataset.mean, task.dataset.std)
 
     def new_generator(self, task: Task) -> FlatNet:
         shape = task.dataset.shape

@@ -50,15 +50,15 @@ class FedGen(ServerSide):
     def wire(self, task: Task) -> Wire:
         inner = super().wire(task)
         generator = Part((self.generator(task).size,), "generator of features", task.dtype)
-        counts = Part((task.classes,), "samples of each class")
-        return Wire(inner.down | {"generator": generator}, inner.up | {"counts": counts})
+        counts = Part((task.classes,), "samples of each class", least=0)
+        return Wire(inner.down | {"feature_generator": generator}, inner.up | {"counts": counts})
 
     def start(self, server: Server) -> None:
         super().start(server)
-        server.state |= {"generator": self.new_generator(server.task).read(), "generator optimizer": {}}
+        server.state |= {"feature_generator": self.new_generator(server.task).read(), "generator optimizer": {}}
 
     def downlink(self, server: Server) -> Message:
-        return super().downlink(server) | {"generator": server.state["generator"]}
+        return super().downlink(server) | {"feature_generator": server.state["feature_generator"]}
 
     def objective(self, client: Client) -> Objective:
         inner = super().objective(client)
@@ -66,7 +66,7 @@ class FedGen(ServerSide):
             return inner
         task, rng = client.task, client.rng("generated")
         generator = self.generator(task)
-        generator.load(client.down["generator"])
+        generator.load(client.down["feature_generator"])
         module = generator.module.eval()
         fade = self.decay ** (client.round - 1)
 
@@ -93,7 +93,7 @@ class FedGen(ServerSide):
         """Train the generator so that the clients' heads recognise what it makes of a label."""
         task, rng = server.task, server.rng("generator")
         generator = self.generator(task)
-        generator.load(server.state["generator"])
+        generator.load(server.state["feature_generator"])
         generator.module.train()
         adam = torch.optim.Adam(
             generator.params,
@@ -113,7 +113,7 @@ class FedGen(ServerSide):
                 each = F.cross_entropy(teacher.head(made), y, reduction="none")
                 loss = loss + (weight[y] * each).mean()
             descend(loss, generator.params, adam)
-        server.state |= {"generator": generator.read(), "generator optimizer": optimizer_state(adam)}
+        server.state |= {"feature_generator": generator.read(), "generator optimizer": optimizer_state(adam)}
 
     def generator(self, task: Task) -> FlatNet:
         """This process's generator network, to load weights into."""

@@ -40,29 +40,29 @@ class FedHKD(FedAvg):
     def wire(self, task: Task) -> Wire:
         plain, classes = super().wire(task), task.classes
         knowledge = {
-            "features": Part((classes, task.feature_dim), "mean feature of each class"),
-            "predictions": Part((classes, classes), "mean soft prediction of each class"),
-            "counts": Part((classes,), "samples of each class"),
+            "class_features": Part((classes, task.feature_dim), "mean feature of each class"),
+            "class_predictions": Part((classes, classes), "mean soft prediction of each class"),
+            "counts": Part((classes,), "samples of each class", least=0),
         }
         return Wire(plain.down | knowledge, plain.up | knowledge)
 
     def start(self, server: Server) -> None:
         classes, d = server.task.classes, server.task.feature_dim
         server.state |= {
-            "features": torch.zeros(classes, d),
-            "predictions": torch.zeros(classes, classes),
+            "class_features": torch.zeros(classes, d),
+            "class_predictions": torch.zeros(classes, classes),
             "counts": torch.zeros(classes),
         }
 
     def downlink(self, server: Server) -> Message:
-        knowledge = {name: server.state[name] for name in ("features", "predictions", "counts")}
+        knowledge = {name: server.state[name] for name in ("class_features", "class_predictions", "counts")}
         return super().downlink(server) | knowledge
 
     def objective(self, client: Client) -> Objective:
         known = client.down["counts"] > 0
         if not known.any() or self.lambda_ == self.gamma == 0:
             return Objective()
-        features, predictions = client.down["features"], client.down["predictions"]
+        features, predictions = client.down["class_features"], client.down["class_predictions"]
 
         def term(batch: Batch, out: Outputs) -> Tensor:
             said = client.net.head(features[known]) / self.T
@@ -83,11 +83,11 @@ class FedHKD(FedAvg):
         counts = torch.bincount(client.data.y, minlength=client.task.classes).float()
         means = [class_means(values, client.data.y, client.task.classes) for values in (features, predictions)]
         if self.noise:
-            means[0] += self.noise * torch.randn(means[0].shape, generator=client.rng("noise"))
-        return super().uplink(client) | {"features": means[0], "predictions": means[1], "counts": counts}
+            means[0] += self.noise * torch.randn(means[0].shape, generator=client.rng("feature noise"))
+        return super().uplink(client) | {"class_features": means[0], "class_predictions": means[1], "counts": counts}
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
-        names = ("features", "predictions")
+        names = ("class_features", "class_predictions")
         sums = {name: torch.zeros_like(server.state[name], dtype=torch.float64) for name in names}
         counts = torch.zeros_like(server.state["counts"], dtype=torch.float64)
 

@@ -19,7 +19,7 @@ from fedstill.methods.dafkd import DaFKD
 from fedstill.methods.server_side import ServerSide
 from fedstill.models.slim import check_sliceable, slimmed
 from fedstill.train.client import Client
-from fedstill.train.evaluate import Outputs
+from fedstill.train.evaluate import Outputs, require_features
 from fedstill.train.loop import Batch, Objective
 from fedstill.train.losses import kl, soft_kl
 from fedstill.train.task import LocalTraining, Samples, Task, classifier
@@ -61,15 +61,19 @@ class FedHyb(ServerSide):
 
     def check(self, task: Task) -> None:
         if self.on_clients:
-            check_sliceable(classifier(task.nets.get("student")))
             if len(task.dataset.shape) != 3:
                 raise SettingError("fedhyb turns and scales images for its sub-networks; set variant=3 for other data")
+            x = task.dataset.normalise(task.dataset.train.x[:4])
+            check_sliceable(classifier(task.nets.get("student")), x, self.min_width)
+        if self.on_server and self.nu:
+            require_features(task, "fedhyb with nu > 0")
         if self.source == "generated" and self.maker() is None:
             raise SettingError("fedhyb: source=generated needs a generator; write the method as dafkd+fedhyb")
         super().check(task)
 
     def needs(self) -> Needs:
-        return replace(super().needs(), proxy_data=self.on_server and self.source == "proxy")
+        own = self.on_server and self.source == "proxy"
+        return replace(super().needs(), proxy_data=own or self.inner.needs().proxy_data)
 
     # --- client -------------------------------------------------------------------------------------------------
 
@@ -106,7 +110,8 @@ class FedHyb(ServerSide):
         scale = SCALES[int(torch.randint(len(SCALES), (), generator=rng))]
         if scale < 1:
             size = x.shape[-2:]
-            small = F.interpolate(x, scale_factor=scale, mode="bilinear", align_corners=False)
+            smaller = [max(1, round(scale * side)) for side in size]
+            small = F.interpolate(x, size=smaller, mode="bilinear", align_corners=False)
             x = F.interpolate(small, size=size, mode="bilinear", align_corners=False)
         degrees = (2 * torch.rand(len(x), generator=rng) - 1) * self.rotation
         return rotate_by(x, degrees).contiguous(memory_format=torch.channels_last)
@@ -138,7 +143,4 @@ class FedHyb(ServerSide):
 
     def maker(self) -> DaFKD | None:
         """The method inside this one that trains a generator."""
-        inner = self.inner
-        while isinstance(inner, ServerSide) and not isinstance(inner, DaFKD):
-            inner = inner.inner
-        return inner if isinstance(inner, DaFKD) else None
+        return next((part for part in self.inner.parts() if isinstance(part, DaFKD)), None)

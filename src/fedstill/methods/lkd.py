@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -65,6 +65,7 @@ class LKD(ServerSide):
     name: ClassVar[str] = "lkd"
     paper: ClassVar[str] = "Nguyen et al. 2022"
     needs_server_labels: ClassVar[bool] = True
+    stage: ClassVar[str] = "lkd"  # what a distillation is called in the records
 
     Tw: Annotated[float, Ge(0), "how sharply reliability counts; 0: all teachers alike"] = 4.0
     T: Annotated[float, Gt(0), "temperature of the distillation"] = 3.0
@@ -76,7 +77,9 @@ class LKD(ServerSide):
         "proportional"
     )
     labelled_frac: Annotated[float, Gt(0), Le(1), "share of it whose labels may be used"] = 1.0
-    val_split: Annotated[float, Ge(0), "share of the labelled kept for reliability alone; 0: all serve both"] = 0.0
+    val_split: Annotated[float, Ge(0), Lt(1), "share of the labelled kept for reliability alone; 0: all serve both"] = (
+        0.0
+    )
     server_epochs: Annotated[int, Ge(0), "epochs of the distillation"] = 10
     server_lr: Annotated[float, Gt(0), "learning rate of the distillation (Adam)"] = 1e-3
     server_batch: Annotated[int, Ge(1), "batch size of the distillation"] = 128
@@ -114,7 +117,7 @@ class LKD(ServerSide):
             loss = self.joint_loss(server, pool, answers, beta, old)
             server.model = distil(task, start, taught, loss, training, server.rng("label-driven distillation"))
         server.notes |= {
-            "stage": self.name if self.name != "f2l" else ("lkd" if distils else "average"),
+            "stage": self.stage if distils and self.server_epochs else "average",
             "disagreement": self.disagreement(gap),
             "reliability": auc.tolist(),
             "server_seconds": time.perf_counter() - began,
@@ -131,7 +134,7 @@ class LKD(ServerSide):
         """lambda1 sum_r L_r + lambda2 L_upd + lambda3 L_CE (Eq. 9), each a mean over the batch."""
         said = torch.stack([a.logits[pool.taught] for a in answers])  # (R, N, C)
         lambda1, lambda2 = self.coefficients(len(answers))
-        by_teachers = Lesson.of(said, by_prediction(beta, said).float(), self.T)
+        by_teachers = Lesson.of(said, by_prediction(beta, said).to(said.dtype), self.T)
         by_old = self.from_old(server, pool, old) if self.update else None
 
         def loss(batch: Batch, out: Outputs) -> Tensor:
@@ -147,7 +150,7 @@ class LKD(ServerSide):
         return loss
 
     def coefficients(self, teachers: int) -> tuple[float, float]:
-        """lambda1 and lambda2: with the update term lambda2 = lambda1 / R; all add up to 1 over the R + 2 losses."""
+        """lambda1 and lambda2, which with lambda3 add up to 1; lambda2 is lambda1 / R, or 0 (Eq. 11, 12)."""
         if not self.update:
             return 1 - self.lambda3, 0.0
         lambda1 = (1 - self.lambda3) * teachers / (teachers + 1)
@@ -160,7 +163,7 @@ class LKD(ServerSide):
         said = predict(task, old, pool.samples)
         own = said.logits[pool.taught].unsqueeze(0)
         old_auc = class_auc(said.logits[pool.checked], y)
-        lesson, seen = Lesson.of(own, torch.ones(own.shape[:2]), self.T), 0
+        lesson, seen = Lesson.of(own, torch.ones(own.shape[:2], dtype=own.dtype), self.T), 0
         weight = torch.empty(0)
 
         def loss(ids: Tensor, student: Tensor) -> Tensor:
@@ -168,7 +171,7 @@ class LKD(ServerSide):
             if seen % len(pool.taught) == 0:  # a new epoch
                 now = predict(task, task.nets.get("distilled").read(), checked)
                 pair = among_teachers(torch.stack([old_auc, class_auc(now.logits, y)]), self.Tw)
-                weight = by_prediction(pair[:1], own)[0].float()
+                weight = by_prediction(pair[:1], own)[0].to(own.dtype)
             seen += len(ids)
             return weight[ids] * lesson.loss(ids, student)
 
@@ -218,6 +221,7 @@ class MTKD(LKD):
     """As LKD with all teachers alike on every class: plain distillation from several teachers."""
 
     name: ClassVar[str] = "mtkd"
+    stage: ClassVar[str] = "mtkd"
 
     Tw: Annotated[float, Ge(0), Le(0), "always 0 here: all teachers alike"] = 0.0
     update: Annotated[bool, "the old global model teaches too (Eq. 4)"] = False

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
 from fedstill.methods.base import Method, Needs, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
@@ -35,7 +36,12 @@ class Modifier(Method):
         return self.inner.averages_all_clients
 
     def check(self, task: Task) -> None:
+        if any(type(part) is type(self) for part in self.inner.parts()):
+            raise SettingError(f"{self.name} can be joined once")
         self.inner.check(task)
+
+    def parts(self) -> list[Method]:
+        return [*self.inner.parts(), self]
 
     def network(self, net: Classifier) -> Classifier:
         return self.inner.network(net)

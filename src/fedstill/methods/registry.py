@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
 
 from fedstill.core import custom
 from fedstill.core.errors import SettingError, unknown
@@ -43,7 +44,15 @@ _METHODS = {
     "mtkd": "lkd:MTKD",
     "f2l": "lkd:F2L",
 }
-_MODIFIERS = {"t1": "t1:T1", "ccvr": "ccvr:CCVR"}
+_MODIFIERS = {
+    "t1": "t1:T1",
+    "ccvr": "ccvr:CCVR",
+    "median": "robust:Median",
+    "trimmed-mean": "robust:TrimmedMean",
+    "norm-clip": "robust:NormClip",
+    "krum": "robust:Krum",
+    "multi-krum": "robust:MultiKrum",
+}
 
 
 def names() -> list[str]:
@@ -161,6 +170,20 @@ def make(name: str, settings: dict[str, Any] | None = None) -> Method:
         method = made if method is None else dataclasses.replace(made, inner=method)  # type: ignore[call-arg]
     assert method is not None
     return method
+
+
+def checked(method: Method) -> Method:
+    """A method that was made in Python, its settings checked as those in a file are."""
+    settings = {f.name: getattr(method, f.name) for f in dataclasses.fields(method) if f.name != "inner"}
+    try:
+        made = TypeAdapter(type(method)).validate_python(settings)
+    except PydanticSchemaGenerationError:  # a setting of a type that only its method knows
+        return method
+    except ValidationError as error:
+        raise SettingError(explain(error)) from error
+    if isinstance(made, Modifier) and isinstance(method, Modifier):
+        return dataclasses.replace(made, inner=checked(method.inner))
+    return made
 
 
 def explain(error: ValidationError) -> str:

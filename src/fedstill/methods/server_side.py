@@ -22,11 +22,16 @@ class ServerSide(Modifier):
     uniform: Annotated[bool, "average the clients' weights uniformly, not by sample counts"] = False
 
     def check(self, task: Task) -> None:
-        if self.needs().proxy_data and task.proxy is None:
+        if self.needs_proxy_data and self.needs().proxy_data and task.proxy is None:
             raise SettingError(f"{self.name} needs proxy data on the server: set proxy to a dataset, or proxy=pool")
         super().check(task)
         if "model" not in self.inner.wire(task).up:
             raise SettingError(f"{self.name} needs the clients' models on the server, and here they do not send any")
+        if self.inner.averages_all_clients:
+            raise SettingError(
+                f"{self.name} improves the average of the active clients, and the method before it returns the mean of "
+                "all clients' models; put +t1 last, or leave it out"
+            )
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         kept: list[Uplink] = []

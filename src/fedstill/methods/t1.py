@@ -53,6 +53,8 @@ class T1(Modifier):
         server.state[_STATE] = latest.state()
 
     def models(self, server: Server) -> dict[str, Tensor]:
+        if _STATE not in server.state:  # between regions: each has a mean of its own
+            return super().models(server)
         latest = LatestMean.restore(server.store, server.state[_STATE])
         (_, model), *others = super().models(server).items()
         return {"with T1": latest.mean(server.model.dtype), "without T1": model, **dict(others)}

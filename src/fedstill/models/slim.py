@@ -11,11 +11,13 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedstill.core.errors import SettingError
 from fedstill.models.base import Classifier
+from fedstill.models.norms import norms, statistics_kept
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -50,12 +52,41 @@ def slimmed(net: Classifier, width: float) -> Iterator[Classifier]:
             del layer.forward  # the class's own shows again
 
 
-def check_sliceable(net: Classifier) -> None:
-    """Refuse a network with layers that have weights but no known sub-layer."""
+@torch.no_grad()
+def check_sliceable(net: Classifier, x: Tensor, width: float) -> None:
+    """Refuse a network of which no sub-networks can be made, trying it on a few samples.
+
+    What cannot be seen is whether layers that are joined by `torch.cat` still fit together; in a network whose layers
+    follow each other, or add up, they do.
+    """
     for name, layer in net.named_modules():
         own = any(True for _ in layer.parameters(recurse=False))
-        if own and _sliced(layer, 1.0) is None:
-            raise SettingError(f"no sub-networks of this network: {name} is a {type(layer).__name__}")
+        if (own and _sliced(layer, 1.0) is None) or _is_special(layer):
+            raise SettingError(f"no sub-networks of this network: {name} is {layer}")
+    if not any(isinstance(layer, nn.Linear) for layer in net.modules()):
+        raise SettingError("no sub-networks of this network: it has no Linear layer to end in")
+    net.eval()
+    for layer in norms(net):
+        layer.train()  # a sub-network normalises by the batch
+    with statistics_kept(net):
+        full = net(x)
+        try:
+            with slimmed(net, width) as narrow:
+                fits = narrow(x).shape == full.shape
+            with slimmed(net, 1.0) as same:
+                fits = fits and torch.allclose(same(x), full, rtol=1e-3, atol=1e-4)
+        except RuntimeError as error:
+            raise SettingError(f"no sub-networks of this network: {str(error).splitlines()[0]}") from error
+    if not fits:
+        raise SettingError("no sub-networks of this network: with fewer channels it does something else")
+
+
+def _is_special(layer: nn.Module) -> bool:
+    """A convolution whose groups or padding a sub-layer does not have."""
+    if not isinstance(layer, nn.Conv2d):
+        return False
+    depthwise = layer.groups == layer.in_channels == layer.out_channels
+    return layer.padding_mode != "zeros" or not (layer.groups == 1 or depthwise)
 
 
 def _sliced(layer: nn.Module, width: float) -> Forward | None:
@@ -65,10 +96,19 @@ def _sliced(layer: nn.Module, width: float) -> Forward | None:
     if isinstance(layer, nn.Linear):
         return lambda x: _linear(layer, x, kept(layer.out_features, width))
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-        return lambda x: F.batch_norm(x, None, None, *_first(layer, x.shape[1]), training=True, eps=layer.eps)
+        return lambda x: _batch_norm(layer, x)
     if isinstance(layer, nn.GroupNorm):
         return lambda x: F.group_norm(x, _groups(layer, x.shape[1]), *_first(layer, x.shape[1]), layer.eps)
     return None
+
+
+def _batch_norm(layer: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+    channels = x.shape[1]
+    affine = _first(layer, channels)
+    if x.numel() > channels or layer.running_mean is None or layer.running_var is None:
+        return F.batch_norm(x, None, None, *affine, training=True, eps=layer.eps)
+    # One number a channel has no statistics of its own.
+    return F.batch_norm(x, layer.running_mean[:channels], layer.running_var[:channels], *affine, eps=layer.eps)
 
 
 def _conv(layer: nn.Conv2d, x: Tensor, outputs: int) -> Tensor:
@@ -82,7 +122,7 @@ def _conv(layer: nn.Conv2d, x: Tensor, outputs: int) -> Tensor:
 
 def _linear(layer: nn.Linear, x: Tensor, outputs: int) -> Tensor:
     bias = None if layer.bias is None else layer.bias[:outputs]
-    return F.linear(x, layer.weight[:outputs, : x.shape[1]], bias)
+    return F.linear(x, layer.weight[:outputs, : x.shape[-1]], bias)
 
 
 def _first(layer: nn.GroupNorm | nn.modules.batchnorm._BatchNorm, channels: int) -> tuple[Tensor | None, Tensor | None]:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fedstill.data.federation import Federation
+from fedstill.report import style
 
 MOST_CLIENTS = 100
 POINTS_PER_INCH = 72
@@ -45,7 +46,7 @@ def table(federation: Federation) -> list[Row]:
     ]
 
 
-def bubbles(federation: Federation, path: str | Path, title: str | None = None) -> None:
+def bubbles(federation: Federation, path: str | style.Target, title: str | None = None) -> Figure:
     """Draw clients by classes; the area of a bubble is the number of training samples."""
     counts = federation.class_counts(MOST_CLIENTS)  # (clients, classes)
     clients, classes = counts.shape
@@ -107,7 +108,7 @@ def bubbles(federation: Federation, path: str | Path, title: str | None = None) 
         labelspacing=max(0.6, 0.65 * diameter / FONT),
         borderaxespad=0.0,
     )
-    figure.savefig(path, dpi=120)
+    return style.save(figure, Path(path) if isinstance(path, str) else path)
 
 
 def _legend_sizes(most: int) -> list[int]:

@@ -1,60 +1,85 @@
-"""Learning curves: any metric by round, one line a run."""
+"""Learning curves: any metric by round, one line a run or a group of seeds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-METRICS = {
-    "accuracy": "global test accuracy",
-    "amp": "AMP: accuracy on the clients' tests",
-    "wlp": "WLP: accuracy of the worst client",
-    "fm": "FM: variance over clients",
-    "loss": "global test loss",
-    "local_accuracy": "local models on their own tests",
-}
-# Distinct in hue, in lightness (so also in grey) and for the colour-blind; lines differ in style too.
-_COLOURS = ("#0b3c5d", "#d95f02", "#2a9d8f", "#9b5de5", "#6c757d", "#c1121f", "#e9c46a", "#000000")
-_STYLES = ("-", "--", "-.", ":")
+from fedstill.metrics.statistics import spread
+from fedstill.report import style
+from fedstill.report.runs import look_up
+
+Records = Sequence[Mapping[str, Any]]
+Band = Literal["std", "range"]
+BANDS: dict[str, str] = {"std": "± one standard deviation", "range": "from the smallest to the largest"}
 
 
 def curves(
-    runs: Mapping[str, Sequence[Mapping[str, Any]]],
-    path: Path,
+    runs: Mapping[str, Records],
+    path: style.Target,
     *,
     metrics: Sequence[str] = ("accuracy", "fm"),
     title: str = "",
-) -> None:
-    """Draw the metrics of several runs, given by name as the records of metrics.jsonl, into a PNG or SVG."""
-    figure = Figure(figsize=(5.2 * len(metrics), 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
+) -> Figure:
+    """Draw the metrics of several runs, given by name as the records of metrics.jsonl."""
+    return seed_curves({name: [records] for name, records in runs.items()}, path, metrics=metrics, title=title)
+
+
+def seed_curves(
+    groups: Mapping[str, Sequence[Records]],
+    path: style.Target,
+    *,
+    metrics: Sequence[str] = ("accuracy", "fm"),
+    band: Band = "std",
+    log: bool = False,
+    title: str = "",
+) -> Figure:
+    """Draw the mean of each group of runs, given by name as the records of each seed, and a band around it."""
+    legend = sum(map(len, groups)) > 60 or len(groups) > 6
+    figure = style.begin(5.2 * len(metrics), 3.8 + (0.22 * len(groups) if legend else 0), title)
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for panel, metric in zip(panels, metrics, strict=True):
-        for i, (name, records) in enumerate(runs.items()):
-            points = [(r["round"], r[metric]) for r in records if r.get(metric) is not None]
-            marker = "o" if len(points) == 1 else None
-            panel.plot(
-                *(zip(*points, strict=True) if points else ([], [])),
-                label=name,
-                color=_COLOURS[i % len(_COLOURS)],
-                linestyle=_STYLES[(i + i // len(_COLOURS)) % len(_STYLES)],
-                linewidth=1.8,
-                marker=marker,
-            )
+        for i, (name, records) in enumerate(groups.items()):
+            _line(panel, name, records, metric, band, i)
         panel.set_xlabel("round")
-        panel.set_ylabel(METRICS.get(metric, metric))
+        panel.set_ylabel(style.label(metric))
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-        if metric not in ("loss", "fm"):
-            panel.yaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f} %")
+        style.plain(panel)
+        if log:
+            panel.set_yscale("log")
+        elif metric.rpartition(".")[2] in style.SHARES:
+            style.in_per_cent(panel.yaxis)
             panel.set_ylim(bottom=0)
-    panels[0].legend(frameon=False)
-    if title:
-        figure.suptitle(title)
-    figure.savefig(path, dpi=130)
+    several = any(len(records) > 1 for records in groups.values())
+    note = f"lines: mean over seeds; bands: {BANDS[band]}" if several else None
+    if legend:  # too much to cover curves with
+        handles, names = panels[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower left", frameon=False, fontsize=8, title=note)
+    else:
+        panels[0].legend(frameon=False, fontsize=9, title=note, title_fontsize=8)
+    return style.save(figure, path)
+
+
+def _line(panel: Axes, name: str, runs: Sequence[Records], metric: str, band: Band, i: int) -> None:
+    """The mean over the runs in each round that any of them has, and the band where there are several."""
+    by_round: dict[int, list[float]] = {}
+    for record in (record for records in runs for record in records):
+        if (number := look_up(record, metric)) is not None:
+            by_round.setdefault(record["round"], []).append(number)
+    rounds = sorted(by_round)
+    means = [spread(by_round[r]).mean for r in rounds]
+    drawn = style.line(i)
+    panel.plot(rounds, means, label=name, linewidth=1.8, marker="o" if len(rounds) == 1 else None, **drawn)
+    if len(runs) < 2 or not rounds:
+        return
+    if band == "std":
+        deviation = np.nan_to_num([spread(by_round[r]).std for r in rounds])
+        low, high = means - deviation, means + deviation
+    else:
+        low, high = (np.array([pick(by_round[r]) for r in rounds]) for pick in (min, max))
+    panel.fill_between(rounds, low, high, color=drawn["color"], alpha=0.18, linewidth=0)

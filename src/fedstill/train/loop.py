@@ -18,8 +18,9 @@ from fedstill.core.errors import SettingError
 from fedstill.core.tree import Tree
 from fedstill.core.weights import FlatNet
 from fedstill.data.augment import Augmentation
+from fedstill.models.norms import norms
 from fedstill.train.evaluate import Outputs, outputs
-from fedstill.train.task import LocalTraining, Samples, classifier, norms
+from fedstill.train.task import LocalTraining, Samples, classifier
 
 
 @dataclass
@@ -141,8 +142,9 @@ def fit(
     order: torch.Generator,
     augment: Augmentation | None = None,
     changes: torch.Generator | None = None,
+    statistics: bool = True,
 ) -> Fit:
-    """Train the network in place on a client's data."""
+    """Train the network in place on a client's data; without `statistics`, BatchNorm uses those it has."""
     module = classifier(net)
     module.train()
     params = [*net.params, *(p for m in objective.modules for p in m.parameters())]
@@ -152,10 +154,10 @@ def fit(
     addend = torch.empty_like(weights) if objective.gradient else None
     addend_parts = net.split(addend) if addend is not None else []
     total, steps = torch.zeros(()), 0
-    normed = norms(module)
+    normed = [layer for m in (module, *objective.modules) for layer in norms(m)]
     for batch in batches(data, local, order, no_single=bool(normed)):
         for layer in normed:  # the statistics of a client's only sample are no statistics: it uses those it was sent
-            layer.train(len(batch.y) > 1)
+            layer.train(statistics and len(batch.y) > 1)
         if augment and changes:
             batch.x = augment(batch.x, changes)
         x = batch.x

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -16,6 +15,7 @@ from fedstill.core.weights import FlatNet
 from fedstill.data.augment import Augmentation
 from fedstill.data.dataset import Dataset
 from fedstill.models.base import Classifier
+from fedstill.models.norms import norms
 
 BufferPolicy = Literal["average", "local", "drop"]
 
@@ -116,22 +116,6 @@ class Task:
                 layer.track_running_stats = False
                 layer.running_mean = layer.running_var = layer.num_batches_tracked = None
         return module
-
-
-def norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
-    """The BatchNorm layers of a network."""
-    return [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-
-
-@contextmanager
-def statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Let a network in training see samples without a trace in the running statistics of its BatchNorm layers."""
-    layers = [layer for layer in norms(module) if layer.track_running_stats]
-    for layer in layers:
-        layer.track_running_stats = False
-    yield
-    for layer in layers:
-        layer.track_running_stats = True
 
 
 class Nets:

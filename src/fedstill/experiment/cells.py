@@ -1,0 +1,169 @@
+"""Many runs: each in a directory of its own, spread over the cores, continued where they stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.files import read_json
+from fedstill.engine.process import die_with_parent
+from fedstill.experiment import api
+from fedstill.experiment.config import FREE, Config, anchored
+from fedstill.experiment.rundir import Record, RunDirectory
+from fedstill.experiment.runner import Listener, cores, one_thread
+
+log = logging.getLogger(__name__)
+
+_CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+# Settings that may differ between a run that is there and the one that is wanted: the numbers are the same.
+_IRRELEVANT = FREE - {"rounds", "eval_every"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run that is wanted, and where it is or will be."""
+
+    path: Path
+    config: Config
+
+    def summary(self) -> Record:
+        """What the finished run came to."""
+        found: Record = read_json(self.path / "summary.json")
+        return found
+
+    def records(self) -> list[Record]:
+        return RunDirectory.open(self.path, lock=False).records()
+
+    def rounds_done(self) -> int | None:
+        """How many rounds are done already, all of them in a finished run; None: it has not begun.
+
+        A directory with a run of other settings is refused.
+        """
+        if not (self.path / "config.toml").is_file():
+            return None
+        there = RunDirectory.open(self.path, lock=False)
+        if difference := other_settings(there.config(), self.config):
+            raise SettingError(
+                f"{self.path} exists with other settings ({difference}); choose another --out, or replace it with "
+                "--force"
+            )
+        done = max((record["round"] for record in there.records()), default=0)
+        return min(done, self.config.rounds - 1) if not (self.path / "summary.json").exists() else self.config.rounds
+
+    @property
+    def finished(self) -> bool:
+        return self.rounds_done() == self.config.rounds
+
+
+def other_settings(there: Config, wanted: Config) -> str:
+    """The first setting that two runs differ in, in words; empty if their numbers must be the same."""
+    theirs, ours = anchored(there).model_dump(), anchored(wanted).model_dump()
+    for name in theirs:
+        if name not in _IRRELEVANT and theirs[name] != ours[name]:
+            return f"{name} is {theirs[name]}, not {ours[name]}"
+    return ""
+
+
+class Watcher:
+    """Hears how many runs go on."""
+
+    def started(self, cell: Cell) -> None: ...
+
+    def round_done(self, cell: Cell, round_: int) -> None: ...
+
+    def finished(self, cell: Cell) -> None: ...
+
+
+def carry_out(cells: Sequence[Cell], *, jobs: int = 0, watcher: Watcher | None = None) -> None:
+    """Run the cells that are not finished, as many at a time as there are cores; each then has one worker.
+
+    A cell that fails does not keep the others from ending; it is named when they have.
+    """
+    watcher, todo = watcher or Watcher(), [cell for cell in cells if not cell.finished]
+    if not todo:
+        return
+    jobs = min(jobs or cores(), len(todo))
+    workers = max(1, cores() // jobs)
+    running: dict[Connection, tuple[Any, Cell]] = {}
+    failed: dict[Path, str] = {}
+    waiting = list(reversed(todo))
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                cell = waiting.pop()
+                ours, theirs = _CONTEXT.Pipe(duplex=False)
+                process = _CONTEXT.Process(target=_one, args=(cell, workers, theirs, os.getpid()))
+                process.start()
+                theirs.close()
+                running[ours] = (process, cell)
+                watcher.started(cell)
+            for pipe in wait(list(running)):
+                assert isinstance(pipe, Connection)
+                _hear(pipe, running, failed, watcher)
+    finally:
+        for process, _ in running.values():
+            process.terminate()
+        for process, _ in running.values():
+            process.join()
+    if failed:
+        path, reason = next(iter(failed.items()))
+        others = f" ({len(failed)} runs failed)" if len(failed) > 1 else ""
+        raise FedstillError(f"{path}: {reason}{others}; the others are finished")
+
+
+def _hear(
+    pipe: Connection, running: dict[Connection, tuple[Any, Cell]], failed: dict[Path, str], watcher: Watcher
+) -> None:
+    """One message of a run, or its end."""
+    process, cell = running[pipe]
+    try:
+        said = json.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join()
+        pipe.close()
+        del running[pipe]
+        if process.exitcode and cell.path not in failed:
+            failed[cell.path] = f"its process ended with code {process.exitcode}"
+        watcher.finished(cell)
+        return
+    if "error" in said:
+        failed[cell.path] = said["error"]
+    else:
+        watcher.round_done(cell, said["round"])
+
+
+class _Tell(Listener):
+    def __init__(self, tell: Callable[[Record], None]) -> None:
+        self._tell = tell
+
+    def round_done(self, record: Record) -> None:
+        self._tell({"round": record["round"]})
+
+
+def _one(cell: Cell, workers: int, pipe: Connection, parent: int) -> None:
+    """A process that carries out one run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    die_with_parent(parent)
+
+    def tell(message: Record) -> None:
+        pipe.send_bytes(json.dumps(message).encode())
+
+    try:
+        with one_thread():
+            if cell.rounds_done() is None:
+                api.start(cell.config.model_copy(update={"workers": workers}), cell.path, listener=_Tell(tell))
+            else:
+                api.resume(cell.path, rounds=cell.config.rounds, listener=_Tell(tell))
+    except Exception as error:
+        log.exception("%s", cell.path)
+        tell({"error": str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)})

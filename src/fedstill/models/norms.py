@@ -1,0 +1,26 @@
+"""BatchNorm layers and their running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+def norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    """The BatchNorm layers of a network."""
+    return [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+
+
+@contextmanager
+def statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Let a network in training see samples without a trace in the running statistics of its BatchNorm layers."""
+    layers = [layer for layer in norms(module) if layer.track_running_stats]
+    for layer in layers:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.track_running_stats = True

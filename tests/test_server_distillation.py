@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fedstill.distill import stage
 from fedstill.distill.ensemble import diversity, label_weights
 from fedstill.distill.generators import ConditionalGenerator, ShrinkingGenerator, TransposedGenerator
 from fedstill.experiment.config import resolve
+from fedstill.experiment.rundir import RunDirectory
 from fedstill.experiment.setup import Setup, prepare
 from fedstill.methods import registry
 from fedstill.methods.base import Part, Server, Uplink, fault
@@ -28,6 +30,7 @@ from fedstill.methods.dafkd import DaFKD, normalised
 from fedstill.methods.fedhyb import FedHyb
 from fedstill.train.evaluate import Outputs, predict
 from fedstill.train.loop import Batch, Loss
+from fedstill.train.task import Task
 
 POOL = {"pool": 0.2, "proxy": "pool"}
 SHORT: dict[str, dict[str, Any]] = {
@@ -386,24 +389,47 @@ def test_a_variant_may_be_written_as_a_number() -> None:
     assert registry.make("fedhyb", {"variant": 1}) == registry.make("fedhyb", {"variant": "1"})
 
 
-def test_trained_discriminators_approach_the_ratio_of_densities() -> None:
-    """Theorem 1 on two Gaussians: D_k(x) -> p_k(x) / (p_k(x) + p(x)), p what the generator draws from."""
-    g = torch.Generator().manual_seed(0)
-    n, p_k, p = 20000, (1.0, 1.0), (-1.0, 1.0)
-    real = p_k[0] + p_k[1] * torch.randn(n, 1, generator=g)
-    fake = p[0] + p[1] * torch.randn(n, 1, generator=g)
-    torch.manual_seed(0)
-    head = torch.nn.Linear(1, 1)  # of equal variances the log ratio is linear
-    opt = torch.optim.Adam(head.parameters(), lr=0.05)
-    for _ in range(400):
-        said = torch.cat([head(real), head(fake)]).squeeze(1)
-        loss = F.binary_cross_entropy_with_logits(said, torch.cat([torch.ones(n), torch.zeros(n)]))
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-    x = torch.linspace(-3, 3, 13).unsqueeze(1)
-    density = [torch.exp(-((x - mean) ** 2) / (2 * sd**2)) / sd for mean, sd in (p_k, p)]
-    torch.testing.assert_close(head(x).sigmoid(), density[0] / (density[0] + density[1]), atol=0.02, rtol=0)
+@dataclass(frozen=True)
+class KnownDensity(DaFKD):
+    """DaFKD whose generator draws from N(-1, 1), as constant images."""
+
+    def make(self, task: Task, count: int, noise: torch.Generator) -> torch.Tensor:
+        value = -1 + torch.randn(count, 1, 1, 1, generator=noise)
+        nothing = sum(p.sum() for p in self.generator(task).params)
+        return value.expand(-1, 1, 4, 4) + 0 * nothing
+
+
+class MeanPixel(fedstill.Classifier):
+    """A trunk that shows the one number there is in a constant image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.feature_dim = torch.nn.Linear(1, 2), 1
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(1).mean(1, keepdim=True)
+
+
+def test_trained_discriminators_approach_the_ratio_of_densities(tmp_path: Path) -> None:
+    """Theorem 1 on two clients with Gaussians: D_k(x) -> p_k(x) / (p_k(x) + p(x)), p the generator's density."""
+    rng, means, n = np.random.default_rng(0), (1.0, 0.0), 4000
+    clients = []
+    for mean in means:
+        value = rng.normal(mean, 1, (n, 1, 1, 1)).astype(np.float32)
+        clients.append((np.tile(value, (1, 1, 4, 4)), np.arange(n) % 2))
+    fedstill.run(
+        KnownDensity(variant="no-distill", z_dim=2),
+        data=fedstill.from_clients(clients, test_fraction=0),
+        model=MeanPixel(),
+        rounds=1, epochs=4, batch_size=200, lr=1.0, participation=1.0, engine="inline", out=tmp_path / "run",
+    )  # fmt: skip
+    x = torch.linspace(-3, 3, 13)
+    for k, mean in enumerate(means):
+        state = RunDirectory.open(tmp_path / "run", lock=False).client_store.latest(k)
+        assert state is not None
+        weight, bias = state["discriminator"]
+        own, made = (torch.exp(-((x - m) ** 2) / 2) for m in (mean, -1.0))
+        torch.testing.assert_close((weight * x + bias).sigmoid(), own / (own + made), atol=0.04, rtol=0)
 
 
 def test_fedhyb_self_distillation_against_numpy() -> None:

@@ -321,14 +321,16 @@ def samples(directory: Path, clients: list[int], count: int, out: Path) -> None:
     _say(f"picture: {out}")
 
 
-def methods(name: str | None, flags: Flags) -> None:
-    chosen = [name] if name else registry.names()
+def methods(name: str | None, flags: Flags, assignments: list[str]) -> None:
+    if name in registry.modifiers():
+        name = f"fedavg+{name}"
+    chosen = [name] if name else [*registry.names(), *(f"fedavg+{modifier}" for modifier in registry.modifiers())]
     overview = Table(title="Methods", caption="bytes for one client and round")
     for column in ("id", "what it does", "down", "up", "needs", "paper"):
         overview.add_column(column, overflow="fold", no_wrap=column == "id")
     dataset: Dataset | None = None
     for each in chosen:
-        config = _config(each, flags, [])
+        config = _config(each, flags, assignments)
         dataset = dataset or load_data(config)
         example = {
             "clients": 1,

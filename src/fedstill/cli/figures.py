@@ -11,7 +11,6 @@ import typer
 
 app = typer.Typer(
     help="Draw a figure of finished runs: PNG, SVG or PDF, by the ending of --out.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
@@ -123,7 +122,10 @@ def toy(
     out: Annotated[Path, _out("toy")] = Path("toy.png"),
     title: Title = "",
 ) -> None:
-    """FedAvg and FedGKD on points in the plane, two clients without a common class (Yao et al. 2022, Fig. 5)."""
+    """FedAvg and FedGKD on points in the plane, two clients without a common class (Yao et al. 2022, Fig. 5).
+
+    One seed is one draw, and either method may come out ahead: look at several.
+    """
     _pictures().toy(rounds, points, seed, out, title)
 
 

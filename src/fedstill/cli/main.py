@@ -261,9 +261,10 @@ def methods(
     data: Data = None,
     data_dir: DataDir = None,
     model: Model = None,
+    set_: Set = None,
 ) -> None:
     """List the methods: what crosses the wire, with bytes for the chosen model, and what they need."""
-    _commands().methods(method, _settings(locals()))
+    _commands().methods(method, _settings(locals()), set_ or [])
 
 
 @app.command(rich_help_panel="Look")

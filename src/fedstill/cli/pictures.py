@@ -58,7 +58,7 @@ def curves(directories: list[Path], metrics: list[str], band: Band, out: Path, t
         if all(look_up(record, metric) is None for record in records):
             known = dict.fromkeys(name for record in records for name in record if look_up(record, name) is not None)
             raise SettingError(f"--metric {metric}: no round has it; those there are: {', '.join(known) or 'none'}")
-    seed_curves(_records(groups), out, metrics=metrics, band=band, title=title)
+    seed_curves(_records(groups), out, metrics=metrics, band=band, title=title or _context(groups))
     _done(out)
 
 
@@ -74,7 +74,7 @@ def bars(directories: list[Path], by: str, metric: str, which: str, out: Path, t
         series = {style.label(metric): {group.name: _numbers(group, metric, which) for group in groups}}
     else:
         series = _series(groups, setting, metric, which)
-    draw_bars(series, out, by=by, metric=metric, which=which, title=title)
+    draw_bars(series, out, by=by, metric=metric, which=which, title=title or _context(groups))
     _done(out)
 
 
@@ -158,7 +158,7 @@ def distance(directories: list[Path], band: Band, out: Path, title: str) -> None
         group.title: [[{"round": r, "distance": d} for r, d in distances(run.path).items() if d] for run in group.runs]
         for group in groups
     }
-    seed_curves(measured, out, metrics=["distance"], band=band, log=True, title=title)
+    seed_curves(measured, out, metrics=["distance"], band=band, log=True, title=title or _context(groups))
     _done(out)
 
 
@@ -167,7 +167,8 @@ def clients(directories: list[Path], out: Path, title: str) -> None:
     for run in (run for group in groups for run in group.runs):
         if not run.clients:
             raise SettingError(f"{run.path}: no client has an accuracy of its own (clients.csv)")
-    draw_clients({group.title: [run.clients for run in group.runs] for group in groups}, out, title=title)
+    served = {group.title: [run.clients for run in group.runs] for group in groups}
+    draw_clients(served, out, title=title or _context(groups))
     _done(out)
 
 
@@ -186,7 +187,8 @@ def toy(rounds: int, points: int, seed: int, out: Path, title: str) -> None:
                 for name, said, data in zip(names, outcome.predicted, [*held, everything], strict=True)
             ]
         )
-    draw_toy(rows, out, extent=toys.EXTENT, title=title or f"who is right where, after {rounds} rounds (seed {seed})")
+    shown = title or f"share of the plane that each model gets right, after {rounds} rounds (seed {seed})"
+    draw_toy(rows, out, extent=toys.EXTENT, title=shown)
     _done(out)
 
 
@@ -203,7 +205,7 @@ def report(directories: list[Path], out: Path, title: str) -> None:
     pictures = [
         _picture(
             "Accuracy on the global test set, and variance over the clients (FM), by round",
-            lambda file: seed_curves(_records(groups), file),
+            lambda file: seed_curves(_records(groups), file, title=_context(groups)),
         )
     ]
     served = {
@@ -211,7 +213,7 @@ def report(directories: list[Path], out: Path, title: str) -> None:
     }
     if served:
         caption = "Each client's accuracy under the final model, from the worst served to the best"
-        pictures.append(_picture(caption, lambda file: draw_clients(served, file)))
+        pictures.append(_picture(caption, lambda file: draw_clients(served, file, title=_context(groups))))
     pictures += _meetings(groups)
     partitions, more = _partitions(groups)
     write_atomic(out, page(groups, pictures + partitions, title=title or "fedstill report", notes=notes + more))
@@ -296,6 +298,21 @@ def _finished(groups: list[Group]) -> list[Group]:
         if run.summary is None:
             raise SettingError(f"{run.path} is not finished; continue it with 'fedstill resume {run.path}'")
     return groups
+
+
+def _context(groups: Sequence[Group]) -> str:
+    """What all runs have in common that a reader must know."""
+    first = groups[0].settings
+    words = {
+        "data": Path(str(first["data"])).name,
+        "clients": f"{first['clients']} clients" if first["clients"] else "",
+        "partition": str(first["partition"]),
+        "alpha": f"alpha {value(first['alpha'])}" if str(first["partition"]).startswith("dir") else "",
+        "model": Path(str(first["model"])).name,
+    }
+    return ", ".join(
+        text for name, text in words.items() if text and all(group.settings[name] == first[name] for group in groups)
+    )
 
 
 def _records(groups: Sequence[Group]) -> dict[str, list[Any]]:

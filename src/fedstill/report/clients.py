@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 
 from fedstill.report import style
 
@@ -14,23 +15,25 @@ Accuracies = Sequence[tuple[int, float]]  # test samples and accuracy of each cl
 
 
 def clients(groups: Mapping[str, Sequence[Accuracies]], path: style.Target, *, title: str = "") -> Figure:
-    """Draw one line a run, those of a group alike; AMP is a dotted level, WLP the marked first point."""
+    """Draw the clients' accuracies of each group of runs, sorted in each run: their mean over seeds, and their range.
+
+    AMP is a dotted level, WLP the marked first point.
+    """
     figure = style.begin(6.8, 4.0 + 0.22 * len(groups), title)
     panel = figure.subplots()
     for i, (name, runs) in enumerate(groups.items()):
-        pooled, worst = [], []
-        drawn = style.line(i)
-        for run in runs:
-            samples, accuracy = np.array(run, float).T
-            order = np.sort(accuracy)
-            pooled.append(float(np.average(accuracy, weights=samples)))
-            worst.append(float(order[0]))
-            panel.plot(range(1, len(order) + 1), order, linewidth=1.8 if len(runs) == 1 else 1.2, **drawn)
-            panel.plot(1, order[0], marker=style.marker(i), color=drawn["color"], markersize=8, clip_on=False, zorder=3)
-        amp, wlp = float(np.mean(pooled)), float(np.mean(worst))
+        count = max(map(len, runs))
+        ranked = np.stack([_ranked(run, count) for run in runs])  # (seeds, clients)
+        mean, drawn, ranks = ranked.mean(axis=0), style.line(i), range(1, count + 1)
+        if len(runs) > 1:
+            panel.fill_between(ranks, ranked.min(0), ranked.max(0), color=drawn["color"], alpha=0.15, linewidth=0)
+        amp = float(np.mean([np.average([a for _, a in run], weights=[n for n, _ in run]) for run in runs]))
         panel.axhline(amp, color=drawn["color"], linestyle=(0, (1, 2)), linewidth=1.2)
-        text = f"{name}: AMP {100 * amp:.1f} %, WLP {100 * wlp:.1f} %"
-        panel.plot([], [], marker=style.marker(i), linewidth=1.8, label=text, **drawn)
+        label = f"{name}: AMP {100 * amp:.1f} %, WLP {100 * mean[0]:.1f} %"
+        panel.plot(
+            ranks, mean, label=label, linewidth=1.8, marker=style.marker(i), markevery=[0], markersize=8,
+            clip_on=False, **drawn,
+        )  # fmt: skip
     panel.plot([], [], color="0.3", linestyle=(0, (1, 2)), linewidth=1.2, label="AMP: all clients' tests pooled")
     panel.set_xlabel("clients, from the worst served to the best")
     panel.set_ylabel("accuracy on the client's own test")
@@ -38,6 +41,14 @@ def clients(groups: Mapping[str, Sequence[Accuracies]], path: style.Target, *, t
     panel.set_ylim(0, 1.02)
     style.in_per_cent(panel.yaxis)
     style.plain(panel)
-    figure.legend(loc="outside lower left", frameon=False, fontsize=9, title="marked: WLP, the worst-served client",
+    several = any(len(runs) > 1 for runs in groups.values())
+    note = "marked: WLP, the worst-served client" + ("; lines: mean over seeds, bands: their range" if several else "")
+    figure.legend(loc="outside lower left", frameon=False, fontsize=9, title=note,
                   title_fontsize=8, alignment="left")  # fmt: skip
     return style.save(figure, path)
+
+
+def _ranked(run: Accuracies, count: int) -> NDArray[np.float64]:
+    """The accuracies from the lowest on; stretched, if other seeds have more clients with tests."""
+    accuracies = np.sort([accuracy for _, accuracy in run])
+    return np.asarray(np.interp(np.linspace(0, 1, count), np.linspace(0, 1, len(accuracies)), accuracies))

@@ -40,7 +40,7 @@ def seed_curves(
     title: str = "",
 ) -> Figure:
     """Draw the mean of each group of runs, given by name as the records of each seed, and a band around it."""
-    legend = sum(map(len, groups)) > 60 or len(groups) > 6
+    legend = len(groups) > 6 or max(map(len, groups), default=0) > 25  # too much to cover curves with
     figure = style.begin(5.2 * len(metrics), 3.8 + (0.22 * len(groups) if legend else 0), title)
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for panel, metric in zip(panels, metrics, strict=True):
@@ -52,16 +52,18 @@ def seed_curves(
         style.plain(panel)
         if log:
             panel.set_yscale("log")
+            style.logarithmic(panel.yaxis)
         elif metric.rpartition(".")[2] in style.SHARES:
             style.in_per_cent(panel.yaxis)
             panel.set_ylim(bottom=0)
     several = any(len(records) > 1 for records in groups.values())
     note = f"lines: mean over seeds; bands: {BANDS[band]}" if several else None
-    if legend:  # too much to cover curves with
+    look: dict[str, Any] = {"frameon": False, "fontsize": 9, "title": note, "title_fontsize": 8, "alignment": "left"}
+    if legend:
         handles, names = panels[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower left", frameon=False, fontsize=8, title=note)
+        figure.legend(handles, names, loc="outside lower left", **look)
     else:
-        panels[0].legend(frameon=False, fontsize=9, title=note, title_fontsize=8)
+        panels[0].legend(**look)
     return style.save(figure, path)
 
 

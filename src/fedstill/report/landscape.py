@@ -27,13 +27,14 @@ def line(runs: Mapping[str, Floats], steps: Floats, path: style.Target, *, title
     panel.set_xlabel("step along a filter-normalised direction (0: the final model)")
     panel.set_ylabel("test loss")
     panel.set_yscale("log")
+    style.logarithmic(panel.yaxis)
     style.plain(panel)
     panel.legend(frameon=False, fontsize=9)
     return style.save(figure, path)
 
 
 def plane(runs: Mapping[str, Floats], steps: Floats, path: style.Target, *, title: str = "") -> Figure:
-    """Draw the loss of each run along two directions, (steps, steps) each, all on the same scale of colours."""
+    """Draw the loss of each run by its steps along direction 1 and 2, all on the same scale of colours."""
     columns = min(COLUMNS, len(runs))
     lines = -(-len(runs) // columns)
     figure = style.begin(3.6 * columns + 1.0, 3.5 * lines + 0.4, title)
@@ -42,14 +43,13 @@ def plane(runs: Mapping[str, Floats], steps: Floats, path: style.Target, *, titl
     low, high = max(float(every.min()), 1e-6), max(float(every.max()), 2e-6)
     levels, scale = np.geomspace(low, high, LEVELS), LogNorm(low, high)
     for panel, (name, losses) in zip(panels, runs.items(), strict=True):
-        panel.contourf(steps, steps, losses, levels, norm=scale, cmap="cividis", extend="both")
-        panel.contour(steps, steps, losses, levels, colors="white", linewidths=0.5)
+        panel.contourf(steps, steps, losses.T, levels, norm=scale, cmap="cividis", extend="both")
+        panel.contour(steps, steps, losses.T, levels, colors="white", linewidths=0.5)
         panel.plot(0, 0, marker="P", color="white", markeredgecolor="black", markersize=9, label="the final model")
         panel.set_title(style.wrapped(name, 3), fontsize=9)
         panel.set(xlabel="step along direction 1", ylabel="step along direction 2", aspect="equal")
     panels[0].legend(loc="upper left", fontsize=7)
     bar = figure.colorbar(ScalarMappable(scale, "cividis"), ax=panels, label="test loss", shrink=0.85)
-    bar.ax.yaxis.set_major_formatter("{x:.2g}")
-    bar.ax.yaxis.set_minor_formatter("{x:.2g}")
+    style.logarithmic(bar.ax.yaxis)
     bar.ax.tick_params(which="both", labelsize=7)
     return style.save(figure, path)

@@ -10,6 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 METRICS = {
     "accuracy": "global test accuracy",
@@ -27,9 +28,12 @@ METRICS = {
 SHARES = ("accuracy", "amp", "wlp", "local_accuracy")  # shown in per cent
 
 # Distinct in hue, in lightness (so also in grey) and for the colour-blind; what is drawn differs in style too.
-COLOURS = ("#0b3c5d", "#d95f02", "#2a9d8f", "#9b5de5", "#6c757d", "#c1121f", "#e9c46a", "#000000")
+COLOURS = (
+    *("#0b3c5d", "#d95f02", "#2a9d8f", "#9b5de5", "#6c757d", "#c1121f", "#e9c46a", "#000000"),
+    *("#7fb3d5", "#8d5524", "#6a994e", "#f4978e", "#5f0f40"),
+)
 LINES = ("-", "--", "-.", ":")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", "*")  # nine, so that 72 classes differ in colour or marker
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", "*")  # nine, so that 117 classes differ in colour or marker
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
 
 Target = Path | IO[bytes]
@@ -40,7 +44,7 @@ def colour(i: int) -> str:
 
 
 def line(i: int) -> dict[str, Any]:
-    """Colour and style of the i-th line: the first 32 differ."""
+    """Colour and style of the i-th line: the first 52 differ."""
     return {"color": colour(i), "linestyle": LINES[(i + i // len(COLOURS)) % len(LINES)]}
 
 
@@ -85,6 +89,12 @@ def plain(panel: Axes) -> None:
 
 def in_per_cent(axis: Any) -> None:
     axis.set_major_formatter(lambda v, _: f"{100 * v:g} %")
+
+
+def logarithmic(axis: Any) -> None:
+    """Plain numbers along a logarithmic axis, between the powers of ten too where it spans few of them."""
+    axis.set_major_formatter(LogFormatter())
+    axis.set_minor_formatter(LogFormatter())
 
 
 def save(figure: Figure, target: Target) -> Figure:

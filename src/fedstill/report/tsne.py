@@ -21,10 +21,12 @@ def embed(features: NDArray[Any], seed: int = 0) -> NDArray[np.float64]:
     """Features (samples, width) in the plane, (samples, 2)."""
     try:
         from sklearn.manifold import TSNE
+        from threadpoolctl import threadpool_limits
     except ImportError as error:
         raise SettingError("t-SNE needs scikit-learn: pip install 'fedstill[figures]'") from error
     perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
-    found: NDArray[np.float64] = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(features)
+    with threadpool_limits(1):  # its threads wait for one another: many times slower where a core is shared
+        found: NDArray[np.float64] = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(features)
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commandline import fedstill, interrupted_after, metrics, model, run, short
+from commandline import SHORT, fedstill, interrupted_after, metrics, model, run, short
 from conftest import SMALL
 from matplotlib.colors import to_hex
 from PIL import Image
@@ -21,6 +21,7 @@ import fedstill as library
 from fedstill.cli import figures
 from fedstill.cli.tensorboard import scalars
 from fedstill.core.errors import SettingError
+from fedstill.core.files import read_json
 from fedstill.core.weights import FlatNet
 from fedstill.experiment import toy as toys
 from fedstill.experiment.config import resolve
@@ -36,9 +37,6 @@ from fedstill.report.runs import Run, distinct_names, flat, grouped, look_up
 from fedstill.report.toy import Regions, toy
 from fedstill.report.tsne import tsne
 
-ROUNDS = 3
-CLASSES = tuple("abcdefghij")
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -47,8 +45,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for method in ("fedavg", "fedprox"):
         for alpha in (0.5, 5.0):
             for seed in (0, 1):
-                run(method, folder / f"{method}-{alpha}-{seed}", alpha=alpha, seed=seed, save_models=1)
+                train(method, folder / f"{method}-{alpha}-{seed}", alpha=alpha, seed=seed, save_models=1)
     return folder
+
+
+def train(method: str, out: Path, **settings: Any) -> Path:
+    """A short run without the command line and its picture."""
+    library.run(method, out=out, **(SHORT | settings))
+    return out
 
 
 def texts(svg: Path | bytes) -> list[str]:
@@ -108,19 +112,19 @@ def test_a_methods_own_setting_is_in_its_name_only_where_it_tells_two_runs_apart
 def test_a_band_reaches_one_deviation_to_both_sides_of_the_mean_or_over_the_range() -> None:
     seeds = [[{"round": r, "accuracy": a} for r in (1, 2)] for a in (0.2, 0.4, 0.6)]
     for band, low, high in (("std", 0.2, 0.6), ("range", 0.2, 0.6)):
-        figure = seed_curves({"x": seeds}, io.BytesIO(), metrics=["accuracy"], band=band)  # type: ignore[arg-type]
+        figure: Any = seed_curves({"x": seeds}, io.BytesIO(), metrics=["accuracy"], band=band)  # type: ignore[arg-type]
         panel = figure.axes[0]
         assert panel.lines[0].get_ydata() == pytest.approx([0.4, 0.4])
         corners = panel.collections[0].get_paths()[0].vertices
         assert (corners[:, 1].min(), corners[:, 1].max()) == pytest.approx((low, high))
-    wider = seed_curves({"x": [seeds[0], seeds[0], seeds[2]]}, io.BytesIO(), metrics=["accuracy"], band="std")
+    wider: Any = seed_curves({"x": [seeds[0], seeds[0], seeds[2]]}, io.BytesIO(), metrics=["accuracy"], band="std")
     top = wider.axes[0].collections[0].get_paths()[0].vertices[:, 1].max()
     assert top == pytest.approx(np.mean([0.2, 0.2, 0.6]) + np.std([0.2, 0.2, 0.6], ddof=1))
 
 
 def test_curves_leave_out_rounds_without_the_number_and_label_their_axes() -> None:
     records = [{"round": 1, "loss": 2.0}, {"round": 2, "loss": None}, {"round": 3, "loss": 1.0}]
-    figure = curves({"one": records}, io.BytesIO(), metrics=["loss", "bytes_up"], title="a title")
+    figure: Any = curves({"one": records}, io.BytesIO(), metrics=["loss", "bytes_up"], title="a title")
     assert figure.axes[0].lines[0].get_xdata().tolist() == [1, 3]
     assert (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()) == ("round", "global test loss")
     assert figure.get_suptitle() == "a title"
@@ -133,7 +137,7 @@ def test_a_number_inside_a_record_is_found_by_its_path() -> None:
 
 def test_bars_are_means_with_deviations_and_differ_in_colour_and_hatch() -> None:
     series = {"a": {"0.1": [0.2, 0.4], "1": [0.5, 0.5]}, "b": {"1": [0.7]}}
-    figure = bars(series, io.BytesIO(), by="alpha", metric="accuracy")
+    figure: Any = bars(series, io.BytesIO(), by="alpha", metric="accuracy")
     panel = figure.axes[0]
     heights = [patch.get_height() for patch in panel.patches]
     assert heights == pytest.approx([0.3, 0.5, 0.7])
@@ -145,7 +149,7 @@ def test_bars_are_means_with_deviations_and_differ_in_colour_and_hatch() -> None
 
 
 def test_clients_are_sorted_and_amp_is_weighed_by_samples() -> None:
-    figure = clients({"x": [[(10, 0.9), (30, 0.1), (10, 0.5)]]}, io.BytesIO())
+    figure: Any = clients({"x": [[(10, 0.9), (30, 0.1), (10, 0.5)]]}, io.BytesIO())
     sorted_line = next(each for each in figure.axes[0].lines if len(each.get_xdata()) == 3)
     assert sorted_line.get_ydata() == pytest.approx([0.1, 0.5, 0.9])
     amp = (10 * 0.9 + 30 * 0.1 + 10 * 0.5) / 50
@@ -156,13 +160,13 @@ def test_clients_are_sorted_and_amp_is_weighed_by_samples() -> None:
 
 
 def test_clients_of_seeds_are_averaged_by_rank() -> None:
-    figure = clients({"x": [[(1, 0.8), (1, 0.2)], [(1, 0.0), (1, 1.0)]]}, io.BytesIO())
+    figure: Any = clients({"x": [[(1, 0.8), (1, 0.2)], [(1, 0.0), (1, 1.0)]]}, io.BytesIO())
     mean = next(each for each in figure.axes[0].lines if len(each.get_xdata()) == 2 and each.get_marker() == "o")
     assert mean.get_ydata() == pytest.approx([0.1, 0.9])
 
 
 def test_confusion_names_its_classes_and_shows_shares_of_rows() -> None:
-    figure = confusion({"m": [[3, 1], [0, 4]]}, io.BytesIO(), classes=("cat", "dog"))
+    figure: Any = confusion({"m": [[3, 1], [0, 4]]}, io.BytesIO(), classes=("cat", "dog"))
     panel = figure.axes[0]
     assert panel.get_title() == "m: 87.5%"
     assert [t.get_text() for t in panel.get_yticklabels()] == ["cat", "dog"]
@@ -173,7 +177,7 @@ def test_tsne_marks_every_class_and_many_classes_differ_in_colour_or_marker() ->
     rng = np.random.default_rng(0)
     labels = np.arange(30) % 3
     features = rng.normal(size=(30, 5)) + 20 * np.eye(5)[labels]
-    figure = tsne({"m": (features, labels)}, io.BytesIO(), classes=("x", "y", "z"))
+    figure: Any = tsne({"m": (features, labels)}, io.BytesIO(), classes=("x", "y", "z"))
     groups = [c.get_offsets() for c in figure.axes[0].collections if len(c.get_offsets())]
     assert [len(points) for points in groups] == [10, 10, 10]
     spread = max(np.ptp(points, axis=0).max() for points in groups)
@@ -192,20 +196,21 @@ def test_tsne_without_scikit_learn_says_what_to_install(monkeypatch: pytest.Monk
 def test_landscapes_share_one_scale_and_put_direction_1_to_the_right() -> None:
     steps = np.linspace(-1, 1, 5)
     rising = np.tile(np.exp(steps)[:, None], (1, 5))  # grows along direction 1, the first axis
-    figure = plane({"a": rising, "b": 10 * rising}, steps, io.BytesIO())
+    figure: Any = plane({"a": rising, "b": 10 * rising}, steps, io.BytesIO())
     scales = {c.norm.vmin for p in figure.axes[:2] for c in p.collections if c.get_array() is not None}
     assert len(scales) == 1
     first = figure.axes[0].collections[1]  # contour lines
     vertical = [p.vertices for p in first.get_paths() if len(p.vertices)]
-    assert vertical and all(np.ptp(v[:, 0]) < 1e-6 < np.ptp(v[:, 1]) for v in vertical)
-    along = line({"a": rising[:, 0]}, steps, io.BytesIO())
+    assert vertical
+    assert all(np.ptp(v[:, 0]) < 1e-6 < np.ptp(v[:, 1]) for v in vertical)
+    along: Any = line({"a": rising[:, 0]}, steps, io.BytesIO())
     assert along.axes[0].lines[0].get_ydata().tolist() == rising[:, 0].tolist()
 
 
 def test_the_toy_shows_each_models_regions_and_accuracy() -> None:
     said = np.zeros((4, 4), np.int64)
     regions = Regions("m, global", 0.25, said, np.zeros((4, 2), np.float32), np.arange(4))
-    figure = toy([[regions, regions], [regions, regions]], io.BytesIO(), extent=4.0)
+    figure: Any = toy([[regions, regions], [regions, regions]], io.BytesIO(), extent=4.0)
     assert [panel.get_title() for panel in figure.axes] == ["m, global: 25%"] * 4
 
 
@@ -239,7 +244,7 @@ def test_every_kind_of_picture_can_be_written(runs: Path, tmp_path: Path) -> Non
 def test_bars_by_a_setting_have_a_series_for_each_method(runs: Path, tmp_path: Path) -> None:
     found = drawn("bars", runs, "--by", "alpha", "--which", "best", out=tmp_path / "b.svg")
     assert {"fedavg", "fedprox", "0.5", "5", "alpha", "best global test accuracy"} <= set(found)
-    summaries = [library.core.files.read_json(runs / f"fedprox-5.0-{s}" / "summary.json") for s in (0, 1)]
+    summaries = [read_json(runs / f"fedprox-5.0-{s}" / "summary.json") for s in (0, 1)]
     mean = np.mean([s["best_accuracy"] for s in summaries])
     assert f"{100 * mean:.1f}" in found
     named = drawn("bars", runs, "--by", "method", "--metric", "fm", out=tmp_path / "m.svg")
@@ -270,7 +275,7 @@ def test_the_final_model_is_the_one_that_was_tested(runs: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("buffers", ["average", "drop"])
 def test_the_final_model_of_a_network_with_batchnorm_is_read_back(tmp_path: Path, buffers: str) -> None:
-    path = run("fedavg", tmp_path / "r", model="resnet8", rounds=1, buffers=buffers, **{"model_options.norm": "batch"})
+    path = train("fedavg", tmp_path / "r", model="resnet8", rounds=1, buffers=buffers, model_options={"norm": "batch"})
     matrix = FinalModel(path).confusion()
     assert matrix.trace() / matrix.sum() == pytest.approx(metrics(path)[-1]["accuracy"])
 
@@ -359,7 +364,7 @@ def test_the_toys_global_model_of_fedavg_is_the_mean_of_the_local_ones(tmp_path:
 def test_a_figure_that_cannot_be_drawn_says_why(runs: Path, tmp_path: Path) -> None:
     assert "is not a run directory and holds none" in refused("curves", tmp_path)
     assert "a picture ends in" in refused("curves", runs, "--out", tmp_path / "c.gif")
-    plain = run("fedavg", tmp_path / "plain", rounds=2)
+    plain = train("fedavg", tmp_path / "plain", rounds=2)
     assert "save_models=1" in refused("distance", plain, "--out", tmp_path / "d.png")
     with interrupted_after(1):
         assert fedstill("run", "fedavg", *short(out=tmp_path / "part")).code == 130
@@ -380,12 +385,12 @@ def test_help_names_every_kind() -> None:
 
 
 def test_models_are_kept_at_the_interval_and_are_what_the_run_had(tmp_path: Path) -> None:
-    path = run("fedavg", tmp_path / "r", rounds=4, save_models=2)
+    path = train("fedavg", tmp_path / "r", rounds=4, save_models=2)
     assert sorted(p.name for p in (path / "models").iterdir()) == [
         "round-000002.safetensors",
         "round-000004.safetensors",
     ]
-    halfway = run("fedavg", tmp_path / "half", rounds=2)
+    halfway = train("fedavg", tmp_path / "half", rounds=2)
     kept = load_file(path / "models" / "round-000002.safetensors")
     assert all(torch.equal(kept[name], tensor) for name, tensor in model(halfway).items())
     assert not (halfway / "models").exists()
@@ -395,14 +400,15 @@ def test_force_clears_models_and_events_of_the_run_before(tmp_path: Path) -> Non
     path = tmp_path / "r"
     assert fedstill("run", "fedavg", *short(out=path, rounds=2, save_models=1), "--tensorboard").code == 0
     run("fedavg", path, rounds=1, force=True)
-    assert not list((path / "models").glob("*")) and not list((path / "tensorboard").glob("*"))
+    assert not list((path / "models").glob("*"))
+    assert not list((path / "tensorboard").glob("*"))
 
 
 def test_an_interrupted_run_has_no_gap_in_its_models(tmp_path: Path) -> None:
     with interrupted_after(2):
         assert fedstill("run", "fedavg", *short(out=tmp_path / "r", save_models=1)).code == 130
     assert fedstill("resume", tmp_path / "r").code == 0
-    whole = run("fedavg", tmp_path / "whole", save_models=1)
+    whole = train("fedavg", tmp_path / "whole", save_models=1)
     for round_ in (1, 2, 3):
         name = f"models/round-{round_:06d}.safetensors"
         assert (tmp_path / "r" / name).read_bytes() == (whole / name).read_bytes()
@@ -430,7 +436,7 @@ def test_tensorboard_gets_the_numbers_of_every_round(tmp_path: Path) -> None:
 
 def test_tensorboard_changes_no_number(tmp_path: Path) -> None:
     assert fedstill("run", "fedavg", *short(out=tmp_path / "with"), "--tensorboard").code == 0
-    assert metrics(tmp_path / "with") == metrics(run("fedavg", tmp_path / "without"))
+    assert metrics(tmp_path / "with") == metrics(train("fedavg", tmp_path / "without"))
 
 
 def test_without_the_package_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

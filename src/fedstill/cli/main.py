@@ -196,6 +196,37 @@ def resume(
     _commands().resume(directory, rounds, tensorboard=tensorboard)
 
 
+@app.command(rich_help_panel="Papers")
+def presets(
+    name: Annotated[str | None, typer.Argument(help="Show the settings and runs of this one.")] = None,
+    scale: Annotated[str, typer.Option(help="paper, or cpu: what two cores can do.")] = "paper",
+) -> None:
+    """List the papers' tables and figures that can be reproduced, or show one."""
+    _commands("presets").presets(name, scale)
+
+
+@app.command(rich_help_panel="Papers")
+def reproduce(
+    name: Annotated[str, typer.Argument(help="A preset from 'fedstill presets', such as fedkf/table5.")],
+    scale: Annotated[str, typer.Option(help="paper, or cpu: what two cores can do.")] = "paper",
+    seeds: Annotated[int, typer.Option(help="Seeds, from 0 on.", min=1)] = 3,
+    data_dir: DataDir = None,
+    jobs: Annotated[int, typer.Option(help="Runs at a time; 0 is one a core.", min=0)] = 0,
+    out: Annotated[Path, typer.Option(help="Where runs and tables go; finished runs there are used again.")] = Path(
+        "runs/reproduced"
+    ),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be run, and for how long.")] = False,
+) -> None:
+    """Run a paper's table or figure again, and set the paper's numbers beside ours.
+
+    \b
+    fedstill reproduce fedkf/table5 --scale cpu --seeds 3
+
+    Interrupted, the same command goes on where it stopped.
+    """
+    _commands("presets").reproduce(name, scale, seeds=seeds, data_dir=data_dir, jobs=jobs, out=out, dry_run=dry_run)
+
+
 @app.command(rich_help_panel="Look")
 def show(
     directories: Annotated[list[Path], typer.Argument(help="Run directories, finished or under way.")],
@@ -288,9 +319,9 @@ def partition(
     _commands().partition(_settings(locals()), set_ or [], out)
 
 
-def _commands() -> ModuleType:
+def _commands(module: str = "commands") -> ModuleType:
     """The commands' work, imported only now: it brings PyTorch along."""
-    return importlib.import_module("fedstill.cli.commands")
+    return importlib.import_module(f"fedstill.cli.{module}")
 
 
 def _settings(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 # Settings that may differ between a run that is there and the one that is wanted: the numbers are the same.
-_IRRELEVANT = FREE - {"rounds", "eval_every"}
+IRRELEVANT = FREE - {"rounds", "eval_every"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def other_settings(there: Config, wanted: Config) -> str:
     """The first setting that two runs differ in, in words; empty if their numbers must be the same."""
     theirs, ours = anchored(there).model_dump(), anchored(wanted).model_dump()
     for name in theirs:
-        if name not in _IRRELEVANT and theirs[name] != ours[name]:
+        if name not in IRRELEVANT and theirs[name] != ours[name]:
             return f"{name} is {theirs[name]}, not {ours[name]}"
     return ""
 

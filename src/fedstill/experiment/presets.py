@@ -74,11 +74,12 @@ class Preset(_Table):
     match: dict[str, Any] = Field(default_factory=dict)  # what its rows have in common there
     keys: dict[str, str] = Field(default_factory=dict)  # a swept setting's name there, where it is another
     metrics: list[str] = Field(default_factory=list)
-    targets: list[float] = Field(default_factory=list)  # accuracies, for rounds_to_target
+    targets: list[float] = Field(default_factory=list)  # accuracies in percent, for rounds_to_target
     at_rounds: list[int] = Field(default_factory=list)  # for top1_at_round
     settings: dict[str, Any] = Field(default_factory=dict)
     sweep: dict[str, list[Any]] = Field(default_factory=dict)
     row: list[PresetRow] = Field(default_factory=list)
+    reteach: bool = False  # the sweep is over the last episode's saved teachers of one run
     parts: list[str] = Field(default_factory=list)  # presets that this one consists of
     cpu: Reduction | None = None
 

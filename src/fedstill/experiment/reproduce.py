@@ -1,0 +1,220 @@
+"""A preset's runs, and its table: the paper's numbers beside ours."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from fedstill.experiment import presets
+from fedstill.experiment.cells import IRRELEVANT, Cell
+from fedstill.experiment.comparison import to_target
+from fedstill.experiment.config import Config, anchored
+from fedstill.experiment.presets import METRICS, Point, Preset, Scale
+from fedstill.experiment.reteach import SavedEpisode
+from fedstill.experiment.rundir import Record
+from fedstill.experiment.runner import cores, one_thread
+from fedstill.experiment.setup import prepare
+from fedstill.metrics.statistics import Spread, spread
+
+BASELINE = "FedAvg"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One number of a table, the paper's and ours."""
+
+    row: str
+    metric: str
+    at: dict[str, Any]
+    paper: float | None
+    paper_std: float | None
+    ours: Spread | None  # None: a seed did not get there
+    values: list[float | None]  # one a seed
+    wins: int | None  # seeds on which the row is better than FedAvg's
+
+    @property
+    def difference(self) -> float | None:
+        return None if self.ours is None or self.paper is None else self.ours.mean - self.paper
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A preset at a scale, with the runs it asks for."""
+
+    name: str
+    preset: Preset
+    scale: Scale
+    runs: tuple[tuple[Point, tuple[Cell, ...]], ...]  # a cell for each seed
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Each run once, also where several rows are read from it."""
+        return list({cell.path: cell for _, cells in self.runs for cell in cells}.values())
+
+
+def plans(name: str, scale: Scale, seeds: int, root: Path, **given: Any) -> list[Plan]:
+    """A preset, or its parts, as plans. Runs with the same settings have the same directory, whoever asks for them."""
+    preset = presets.load(name)
+    if preset.parts:
+        return [plan for part in preset.parts for plan in plans(part, scale, seeds, root, **given)]
+    runs = []
+    for point in presets.points(preset, scale, **given):
+        configs = [point.config.model_copy(update={"seed": point.config.seed + s}) for s in range(seeds)]
+        if preset.reteach:  # the sweep needs no runs of its own
+            configs = [config.model_copy(update={"hyper": _taught_from(preset, config)}) for config in configs]
+        runs.append((point, tuple(Cell(root / directory(config), config) for config in configs)))
+    return [Plan(name, preset, scale, tuple(runs))]
+
+
+def _taught_from(preset: Preset, config: Config) -> dict[str, Any]:
+    """The method's settings in the run whose teachers are used at every point of the sweep: the sweep's first."""
+    return config.hyper | {name: values[0] for name, values in preset.sweep.items() if name in config.hyper}
+
+
+def directory(config: Config) -> str:
+    """A name that only runs with the same numbers share."""
+    settings = {k: v for k, v in anchored(config).model_dump().items() if k not in IRRELEVANT}
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return f"{config.method.replace('/', '-').replace(':', '-')}-{key}"
+
+
+# --- what it will take ------------------------------------------------------------------------------------------------
+
+
+def seconds_needed(cells: Sequence[Cell]) -> float:
+    """A guess at the time that the unfinished runs take: the clients' plain training, on all cores.
+
+    Generators, teachers and evaluation come on top.
+    """
+    total, pace = 0.0, dict[tuple[object, ...], float]()
+    for cell in cells:
+        left = cell.config.rounds - (cell.rounds_done() or 0)
+        if left <= 0:
+            continue
+        c = cell.config
+        kind = (
+            c.data,
+            c.model,
+            str(c.model_options),
+            c.batch_size,
+            c.clients,
+            c.partition,
+            c.fraction,
+            c.participation,
+        )
+        if kind not in pace:
+            pace[kind] = _seconds_a_round(c) / c.epochs
+        total += left * c.epochs * pace[kind]
+    return total / cores()
+
+
+def _seconds_a_round(config: Config) -> float:
+    """Of the training of an average cohort, from a few steps of it."""
+    setup = prepare(config)
+    task, sizes = setup.task, setup.federation.sizes
+    net = task.nets.get("student")
+    x = task.dataset.normalise(task.dataset.train.x[: config.batch_size])
+    y = task.dataset.train.y[: config.batch_size]
+
+    def step() -> float:
+        began = time.perf_counter()
+        F.cross_entropy(net.module(x), y).backward()
+        return time.perf_counter() - began
+
+    with one_thread(), torch.enable_grad():
+        net.module.train()
+        a_step = min(step() for _ in range(4))
+    samples = float(np.mean(sizes)) * max(1.0, config.participation * setup.federation.clients)
+    return a_step / len(y) * samples * config.epochs
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def entries(plan: Plan) -> list[Entry]:
+    """Every number of a preset whose runs are finished."""
+    if plan.preset.reteach:
+        return list(_retaught(plan))
+    found: dict[tuple[str, str, str], list[float | None]] = {}
+    listed = []
+    for point, cells in plan.runs:
+        for metric in plan.preset.metrics:
+            for further in _further(plan.preset, metric):
+                at = point.at | further
+                values = [_value(cell, point.model, metric, at) for cell in cells]
+                found[point.row, metric, json.dumps(at)] = values
+                listed.append((point.row, metric, at, values))
+    result = []
+    for row, metric, at, values in listed:
+        baseline = found.get((BASELINE, metric, json.dumps(at)))
+        result.append(_entry(plan, row, metric, at, values, baseline if row != BASELINE else None))
+    return result
+
+
+def _entry(
+    plan: Plan,
+    row: str,
+    metric: str,
+    at: dict[str, Any],
+    values: list[float | None],
+    baseline: list[float | None] | None,
+) -> Entry:
+    paper = presets.paper_number(plan.name, plan.preset, row, metric, at) or {}
+    known = [v for v in values if v is not None]
+    wins = None
+    if baseline is not None:
+        sign = 1 if METRICS[metric][1] else -1
+        pairs = [(a, b) for a, b in zip(values, baseline, strict=True) if a is not None and b is not None]
+        wins = sum(sign * a > sign * b for a, b in pairs) if len(pairs) == len(values) else None
+    ours = spread(known) if len(known) == len(values) else None
+    return Entry(row, metric, at, paper.get("value"), paper.get("std"), ours, values, wins)
+
+
+def _further(preset: Preset, metric: str) -> list[dict[str, Any]]:
+    """What a metric asks for beside a point of the sweep: a target, or a round."""
+    if metric == "rounds_to_target":
+        return [{"target_acc": target} for target in preset.targets]
+    if metric == "top1_at_round":
+        return [{"round": round_} for round_ in preset.at_rounds]
+    return [{}]
+
+
+def _value(cell: Cell, model: str, metric: str, at: Mapping[str, Any]) -> float | None:
+    """A number of one run."""
+    if metric == "rounds_to_target":
+        return to_target(cell.records(), at["target_acc"] / 100, model)["rounds_to_target"]
+    if metric == "top1_at_round":
+        scored = [r for r in cell.records() if r["round"] == at["round"]]
+        record: Record = scored[0] if scored else {}
+        value = (record.get("also", {}).get(model, {}) if model else record).get("accuracy")
+        return None if value is None else float(value)
+    summary = cell.summary()
+    value = (summary["also"][model] if model else summary).get(METRICS[metric][0])
+    return None if value is None else float(value)
+
+
+def _retaught(plan: Plan) -> Iterator[Entry]:
+    """Students taught at every point of the sweep from the same teachers, and those teachers."""
+    points = [point for point, _ in plan.runs]
+    swept = [{k: v for k, v in point.at.items() if k in point.config.hyper} for point in points]
+    students: list[list[float | None]] = [[] for _ in points]
+    teachers: dict[str, list[float | None]] = {}
+    for cell in plan.runs[0][1]:
+        saved = SavedEpisode(cell.path)
+        for number, model in enumerate(saved.teachers.values(), 1):
+            teachers.setdefault(f"Teacher {number}", []).append(saved.accuracy(model))
+        for values, lesson in zip(students, saved.teach(swept), strict=True):
+            values.append(lesson.accuracy)
+    for point, values in zip(points, students, strict=True):
+        for teacher, accuracies in teachers.items():
+            yield _entry(plan, teacher, "top1", point.at, accuracies, None)
+        yield _entry(plan, point.row, "top1", point.at, values, None)

@@ -584,7 +584,7 @@ def test_two_files_of_one_name_do_not_mix(tmp_path: Path) -> None:
 
 LAYERS = (  # from top to bottom
     {"cli", "report"},
-    {"experiment"},
+    {"experiment", "presets"},
     {"engine"},
     {"methods", "hierarchy"},
     {"distill", "train", "aggregate"},

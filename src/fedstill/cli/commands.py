@@ -39,7 +39,7 @@ from fedstill.methods.base import Part
 from fedstill.metrics.statistics import Spread
 from fedstill.report.bubbles import bubbles, table
 from fedstill.report.confusion import confusion
-from fedstill.report.curves import curves
+from fedstill.report.curves import curves, seed_curves
 from fedstill.report.gallery import gallery
 
 # A table in a file or a pipe needs no less room than on a screen.
@@ -104,8 +104,15 @@ def compare(
         console.print(cost_table(rows, seeds=seeds))
     write_json(folder / "comparison.json", [without_nan(row.record(rows[0])) for rows in tables for row in rows])
     picture = folder / "curves.png"
-    runs = {"-".join(map(str, key)) if seeds > 1 else key[0]: cell.records() for key, cell in cells.items()}
-    curves(runs, picture, title=_title(first))
+    lines = {
+        " ".join([row.method, *(f"{key}={value}" for key, value in row.settings.items())]): [
+            cell.records() for cell in row.cells
+        ]
+        for rows in tables
+        for row in rows
+        if not row.variant
+    }
+    seed_curves(lines, picture, title=_title(first))
     _say(f"curves: {picture}\nall of it: {folder}")
 
 

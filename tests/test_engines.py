@@ -25,8 +25,8 @@ from fedstill.core.tree import Message
 from fedstill.engine.process import Processes
 from fedstill.engine.worker import Train, Worker
 from fedstill.experiment.config import resolve
+from fedstill.experiment.regions import draw_cohort
 from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.runner import draw_cohort
 from fedstill.experiment.setup import prepare
 from fedstill.methods.base import Server
 from fedstill.train.loop import Objective

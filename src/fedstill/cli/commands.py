@@ -14,17 +14,14 @@ from rich.table import Table
 
 from fedstill import data as datasets_
 from fedstill.cli.failure import Halted
-from fedstill.cli.progress import AllRuns, Display
+from fedstill.cli.progress import Display
 from fedstill.cli.tensorboard import TensorBoard
 from fedstill.core.errors import FedstillError, SettingError
-from fedstill.core.files import read_json, write_json
+from fedstill.core.files import read_json
 from fedstill.data.dataset import Dataset
 from fedstill.experiment import api
-from fedstill.experiment.cells import Cell, carry_out
-from fedstill.experiment.comparison import TO_TARGET, Row, combinations, grid
 from fedstill.experiment.config import (
     Config,
-    anchored,
     is_config_file,
     parse_assignments,
     parse_sweeps,
@@ -32,14 +29,13 @@ from fedstill.experiment.config import (
     resolve,
 )
 from fedstill.experiment.reteach import SavedEpisode
-from fedstill.experiment.rundir import Record, RunDirectory, check_place, without_nan
-from fedstill.experiment.setup import divide, load_data, prepare, wanted_size
+from fedstill.experiment.rundir import Record, RunDirectory
+from fedstill.experiment.setup import divide, load_data, prepare
 from fedstill.methods import registry
 from fedstill.methods.base import Part
-from fedstill.metrics.statistics import Spread
 from fedstill.report.bubbles import bubbles, table
 from fedstill.report.confusion import confusion
-from fedstill.report.curves import curves, seed_curves
+from fedstill.report.curves import curves
 from fedstill.report.gallery import gallery
 
 # A table in a file or a pipe needs no less room than on a screen.
@@ -58,7 +54,7 @@ def run(
     dry_run: bool,
     tensorboard: bool = False,
 ) -> None:
-    config = _config(method, flags, assignments)
+    config = config_of(method, flags, assignments)
     if dry_run:
         print(config.toml(), end="")
         return
@@ -68,134 +64,8 @@ def run(
         result = api.start(config, path, force=force, listener=listener)
     console.print(results_table({config.method: result.summary}))
     picture = path / "curves.png"
-    curves({config.method: result.records}, picture, title=_title(config))
-    _say(f"curves: {picture}\nall of it: {path}")
-
-
-def compare(
-    methods: list[str],
-    flags: Flags,
-    assignments: list[str],
-    *,
-    seeds: int,
-    sweeps: list[str],
-    jobs: int,
-    out: Path | None,
-    force: bool,
-) -> None:
-    if len(set(methods)) < len(methods):
-        raise SettingError("a method is named twice")
-    sweep = parse_sweeps(sweeps)
-    first = _config(methods[0], flags, _known_to(methods[0], methods, assignments))
-    folder = out or Path("runs") / ("compare-" + run_name(first).removeprefix(f"{_slug(first.method)}-"))
-    cells = {}
-    for method, i, s in combinations(methods, sweep, seeds):
-        swept = {k: v for k, v in sweep[i].items() if k in Config.model_fields}
-        words = [*assignments, *(f"{k}={v}" for k, v in sweep[i].items() if k not in swept)]
-        config = _config(method, {**flags, **swept, "seed": first.seed + s}, _known_to(method, methods, words))
-        name = [_slug(method), *(f"{k}{v}" for k, v in sweep[i].items()), *([f"s{config.seed}"] if seeds > 1 else [])]
-        cells[method, i, s] = Cell(folder / "-".join(name), config)
-    _check_all(list(cells.values()), force=force)
-    with AllRuns(console, list(cells.values())) as display:
-        carry_out(list(cells.values()), jobs=jobs, watcher=display)
-    tables = grid(cells, methods, sweep, seeds)
-    for rows in tables:
-        console.print(comparison_table(rows, seeds=seeds))
-        console.print(cost_table(rows, seeds=seeds))
-    write_json(folder / "comparison.json", [without_nan(row.record(rows[0])) for rows in tables for row in rows])
-    picture = folder / "curves.png"
-    lines = {
-        " ".join([row.method, *(f"{key}={value}" for key, value in row.settings.items())]): [
-            cell.records() for cell in row.cells
-        ]
-        for rows in tables
-        for row in rows
-        if not row.variant
-    }
-    seed_curves(lines, picture, title=_title(first))
-    _say(f"curves: {picture}\nall of it: {folder}")
-
-
-def _check_all(cells: list[Cell], *, force: bool) -> None:
-    """Find what is wrong with any of the runs before the first begins."""
-    for cell in cells:
-        if force:
-            check_place(cell.path, force=True)
-        elif (cell.path / "config.toml").is_file():
-            cell.rounds_done()
-        else:
-            check_place(cell.path, force=False)
-    datasets: dict[tuple[object, ...], Dataset] = {}
-    for cell in cells:
-        c = cell.config
-        source = (c.data, c.data_dir, wanted_size(c))
-        datasets.setdefault(source, load_data(c))
-        prepare(c, data=datasets[source])
-    for cell in cells:
-        if force:
-            RunDirectory.create(cell.path, anchored(cell.config), force=True).release()
-
-
-def comparison_table(rows: Sequence[Row], *, seeds: int) -> Table:
-    """Methods by metrics."""
-    over = f"mean ± standard deviation of {seeds} seeds · " if seeds > 1 else ""
-    shown = Table(
-        title="Results" + _settings_of(rows[0]),
-        caption=f"{over}final: mean of the last five evaluations · FM: smaller is fairer",
-    )
-    for column in ("", "accuracy best", "final", "AMP", "FM", "WLP"):
-        shown.add_column(column, justify="right" if column else "left", overflow="fold")
-    for row in rows:
-        shown.add_row(
-            row.name if not row.variant else f"  {row.variant}",
-            *(_spread(row.spread(metric), 100, 2, " %") for metric in ("best_accuracy", "final_accuracy", "final_amp")),
-            _spread(row.spread("final_fm"), 1, 4),
-            _spread(row.spread("final_wlp"), 100, 2, " %"),
-        )
-    return shown
-
-
-def cost_table(rows: Sequence[Row], *, seeds: int) -> Table:
-    """What each method cost, and by how much it exceeds the first."""
-    target = rows[0].cells[0].config.target
-    difference = f"final accuracy over {rows[0].name}"
-    shown = Table(
-        title="Cost" + _settings_of(rows[0]),
-        caption="means over seeds" + (" · interval: 95 % bootstrap of the paired differences" if seeds > 1 else ""),
-    )
-    goal = [f"{what} to {target:.0%}" for what in ("rounds", "MB", "s")] if target else []
-    for column in ("", "MB moved", "seconds", *goal, *([difference, "wins"] if seeds > 1 else [])):
-        shown.add_column(column, justify="right" if column else "left", overflow="fold")
-    for row in rows:
-        moved = [a + b for a, b in zip(_plain(row, "bytes_down"), _plain(row, "bytes_up"), strict=True)]
-        cost = [f"{sum(moved) / seeds / 1e6:.1f}", f"{sum(_plain(row, 'seconds')) / seeds:.1f}"]
-        numbers = [row.name if not row.variant else f"  {row.variant}", *(cost if not row.variant else ["", ""])]
-        if target:
-            took = [row.spread(metric) for metric in TO_TARGET]
-            numbers += [
-                "not in all" if t is None else f"{t.mean / unit:.1f}" for t, unit in zip(took, (1, 1e6, 1), strict=True)
-            ]
-        gap = row.against(rows[0], "final_accuracy") if seeds > 1 and row is not rows[0] else None
-        if gap:
-            numbers += [f"{100 * gap.mean:+.2f} [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]", f"{gap.wins}/{gap.n}"]
-        shown.add_row(*numbers)
-    return shown
-
-
-def _settings_of(row: Row) -> str:
-    settings = ", ".join(f"{key} = {value}" for key, value in row.settings.items())
-    return f": {settings}" if settings else ""
-
-
-def _plain(row: Row, metric: str) -> list[float]:
-    return [float(cell.summary()[metric]) for cell in row.cells]
-
-
-def _spread(found: Spread | None, factor: float, digits: int, unit: str = "") -> str:
-    if found is None:
-        return "–"
-    text = f"{factor * found.mean:.{digits}f}"
-    return text + (unit if found.n == 1 else f" ± {factor * found.std:.{digits}f}")
+    curves({config.method: result.records}, picture, title=title_of(config))
+    say(f"curves: {picture}\nall of it: {path}")
 
 
 def resume(directory: Path, rounds: int | None, *, tensorboard: bool = False) -> None:
@@ -209,7 +79,7 @@ def resume(directory: Path, rounds: int | None, *, tensorboard: bool = False) ->
 
 def show(directories: list[Path], plot: Path | None) -> None:
     if plot:
-        _check_picture(plot, "--plot")
+        check_picture(plot, "--plot")
     finished: dict[str, Record] = {}
     records: dict[str, list[Record]] = {}
     for directory in directories:
@@ -224,17 +94,17 @@ def show(directories: list[Path], plot: Path | None) -> None:
         if summary.exists() and done == total:
             finished[name] = read_json(summary)
             continue
-        _say(f"{directory}: {done} of {total} rounds; continue it with 'fedstill resume {directory}'")
+        say(f"{directory}: {done} of {total} rounds; continue it with 'fedstill resume {directory}'")
     if finished:
         console.print(results_table(finished))
     if plot:
         curves(records, plot)
-        _say(f"curves: {plot}")
+        say(f"curves: {plot}")
 
 
 def episodes(directory: Path, *, classes: bool, out: Path | None) -> None:
     if out:
-        _check_picture(out, "--out")
+        check_picture(out, "--out")
     run_directory = RunDirectory.open(directory, lock=False)
     records = run_directory.records()
     met = [record["episode"] for record in records if "episode" in record]
@@ -265,7 +135,7 @@ def episodes(directory: Path, *, classes: bool, out: Path | None) -> None:
     if out and last:
         matrices = {name: teacher["confusion"] for name, teacher in last["teachers"].items()}
         confusion(matrices | {"global model": last["student"]["confusion"]}, out, title=f"episode {last['number']}")
-        _say(f"picture: {out}")
+        say(f"picture: {out}")
 
 
 def _before_and_after(before: float | None, after: float | None) -> str:
@@ -303,7 +173,7 @@ def reteach(directory: Path, sweeps: list[str], assignments: list[str], episode:
 
 
 def samples(directory: Path, clients: list[int], count: int, out: Path) -> None:
-    _check_picture(out, "--out")
+    check_picture(out, "--out")
     run_directory = RunDirectory.open(directory, lock=False)
     setup = prepare(run_directory.config())
     if any(not 0 <= client < setup.federation.clients for client in clients):
@@ -325,7 +195,7 @@ def samples(directory: Path, clients: list[int], count: int, out: Path) -> None:
     if not made:
         raise SettingError(f"there is no generator in {directory}; methods with one are fedkf and dafkd")
     gallery(made, out, title=f"{setup.config.method} on {setup.config.data}")
-    _say(f"picture: {out}")
+    say(f"picture: {out}")
 
 
 def methods(name: str | None, flags: Flags, assignments: list[str]) -> None:
@@ -337,7 +207,7 @@ def methods(name: str | None, flags: Flags, assignments: list[str]) -> None:
         overview.add_column(column, overflow="fold", no_wrap=column == "id")
     dataset: Dataset | None = None
     for each in chosen:
-        config = _config(each, flags, assignments)
+        config = config_of(each, flags, assignments)
         dataset = dataset or load_data(config)
         example = {
             "clients": 1,
@@ -389,12 +259,12 @@ def datasets(data_dir: str | None) -> None:
             row.found or "no",
         )
     console.print(listing)
-    _say("Also: a folder of images by class, a folder per client, an .npz of x, y and client, file.py:function")
+    say("Also: a folder of images by class, a folder per client, an .npz of x, y and client, file.py:function")
 
 
 def partition(flags: Flags, assignments: list[str], out: Path) -> None:
-    _check_picture(out, "--out")
-    config = _config("fedavg", flags, assignments)
+    check_picture(out, "--out")
+    config = config_of("fedavg", flags, assignments)
     federation = divide(config, load_data(config))
     bubbles(federation, out)
     rows = table(federation)
@@ -404,7 +274,7 @@ def partition(flags: Flags, assignments: list[str], out: Path) -> None:
     for row in rows[:100]:
         shown.add_row(*(f"{v:.0%}" if isinstance(v, float) else str(v) for v in row.values()))
     console.print(shown)
-    _say(f"picture: {out}")
+    say(f"picture: {out}")
 
 
 def results_table(summaries: Mapping[str, Record]) -> Table:
@@ -440,16 +310,16 @@ def results_table(summaries: Mapping[str, Record]) -> Table:
 def run_name(config: Config) -> str:
     """A directory name that tells runs apart at a glance."""
     alpha = f"{config.alpha:g}" if config.partition.startswith("dir") else ""
-    return f"{_slug(config.method)}-{_slug(config.data)}-{config.partition}{alpha}-k{config.clients}-s{config.seed}"
+    return f"{slug(config.method)}-{slug(config.data)}-{config.partition}{alpha}-k{config.clients}-s{config.seed}"
 
 
-def _config(method: str, flags: Flags, assignments: list[str]) -> Config:
+def config_of(method: str, flags: Flags, assignments: list[str]) -> Config:
     file = read_toml(method) if is_config_file(method) else {"method": method}
     named = str(file.get("method", "fedavg"))
     return resolve(file, flags, parse_assignments(assignments, named))
 
 
-def _known_to(method: str, methods: list[str], assignments: list[str]) -> list[str]:
+def known_to(method: str, methods: list[str], assignments: list[str]) -> list[str]:
     """The assignments without those that belong to another of the compared methods only."""
     own = {m: {p.name for p in registry.hyper_parameters(m)} for m in methods}
     known = []
@@ -483,12 +353,12 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.2f} %"
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """Print a line as it is: a path in it can be copied, and brackets mean nothing."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _check_picture(path: Path, option: str) -> None:
+def check_picture(path: Path, option: str) -> None:
     """Refuse a picture that could not be written, before the work that goes into it."""
     if path.suffix.lower() not in PICTURES:
         raise SettingError(f"{option} {path}: a picture ends in {', '.join(PICTURES)}")
@@ -496,11 +366,11 @@ def _check_picture(path: Path, option: str) -> None:
         raise SettingError(f"{option} {path}: there is no folder {path.parent}")
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
     return "".join(c if c.isalnum() or c in "+-_" else "-" for c in name).strip("-")
 
 
-def _title(config: Config) -> str:
+def title_of(config: Config) -> str:
     alpha = f" {config.alpha:g}" if config.partition.startswith("dir") else ""
     return f"{config.data}, {config.clients} clients, {config.partition}{alpha}, {config.model}, seed {config.seed}"
 

@@ -183,7 +183,9 @@ def compare(
     A --set that only some of the methods know goes to those. Interrupted, the same command goes on.
     """
     settings = _settings(locals())
-    _commands().compare(methods, settings, set_ or [], seeds=seeds, sweeps=sweep or [], jobs=jobs, out=out, force=force)
+    _commands("compare").compare(
+        methods, settings, set_ or [], seeds=seeds, sweeps=sweep or [], jobs=jobs, out=out, force=force
+    )
 
 
 @app.command(rich_help_panel="Train")

@@ -115,7 +115,7 @@ def _numbers(group: Group, metric: str, which: str) -> list[float]:
 
 
 def bubbles(directory: Path, out: Path, title: str) -> None:
-    commands._check_picture(out, "--out")
+    commands.check_picture(out, "--out")
     draw_bubbles(_federation(directory), out, title=title or None)
     _done(out)
 
@@ -173,7 +173,7 @@ def clients(directories: list[Path], out: Path, title: str) -> None:
 
 
 def toy(rounds: int, points: int, seed: int, out: Path, title: str) -> None:
-    commands._check_picture(out, "--out")
+    commands.check_picture(out, "--out")
     federation, truth = toys.federation(points, seed), toys.classes(toys.plane())
     held = toys.clients(points, seed)
     everything = (np.concatenate([x for x, _ in held]), np.concatenate([y for _, y in held]))
@@ -217,7 +217,7 @@ def report(directories: list[Path], out: Path, title: str) -> None:
     pictures += _meetings(groups)
     partitions, more = _partitions(groups)
     write_atomic(out, page(groups, pictures + partitions, title=title or "fedstill report", notes=notes + more))
-    commands._say(f"page: {out}")
+    commands.say(f"page: {out}")
 
 
 def _picture(caption: str, draw: Callable[[io.BytesIO], object]) -> Picture:
@@ -275,7 +275,7 @@ def _federation(path: Path) -> Federation:
 
 def _models(directories: list[Path], out: Path) -> dict[str, FinalModel]:
     """The final model of each run, by a name of its own."""
-    commands._check_picture(out, "--out")
+    commands.check_picture(out, "--out")
     runs = _runs(directories)
     return dict(zip(distinct_names(runs, but=_SAME), (FinalModel(run.path) for run in runs), strict=True))
 
@@ -289,7 +289,7 @@ def _classes(models: dict[str, FinalModel]) -> tuple[str, ...]:
 
 
 def _groups(directories: list[Path], out: Path) -> list[Group]:
-    commands._check_picture(out, "--out")
+    commands.check_picture(out, "--out")
     return grouped(_runs(directories), free=_SAME)
 
 
@@ -355,4 +355,4 @@ def _accuracies(file: Path) -> list[tuple[int, float]]:
 
 
 def _done(out: Path) -> None:
-    commands._say(f"picture: {out}")
+    commands.say(f"picture: {out}")

@@ -19,8 +19,9 @@ from fedstill.core.files import read_json
 from fedstill.engine.process import die_with_parent
 from fedstill.experiment import api
 from fedstill.experiment.config import FREE, Config, anchored
+from fedstill.experiment.machine import cores, one_thread
 from fedstill.experiment.rundir import Record, RunDirectory
-from fedstill.experiment.runner import Listener, cores, one_thread
+from fedstill.experiment.runner import Listener
 
 log = logging.getLogger(__name__)
 

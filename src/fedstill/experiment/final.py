@@ -16,8 +16,9 @@ from fedstill.core.errors import SettingError
 from fedstill.core.weights import FlatNet
 from fedstill.data.partition import IntArray
 from fedstill.experiment.config import Config, is_object
+from fedstill.experiment.evaluation import confusion_matrix
+from fedstill.experiment.machine import one_thread
 from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.runner import confusion_matrix, one_thread
 from fedstill.experiment.setup import prepare
 from fedstill.models.base import Wrapped
 from fedstill.train.evaluate import mean_loss, predict, require_features

@@ -5,6 +5,7 @@ A run without regions is one region that is never merged with another.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,3 +86,17 @@ def assign(config: Config, clients: int) -> list[IntArray]:
     if not all(counts) or sum(counts) != clients:
         raise SettingError(f"region: the regions ask for {counts} clients, and there are {clients} in all")
     return [np.sort(part) for part in np.split(rng.permutation(clients), np.cumsum(counts)[:-1])]
+
+
+def draw_cohort(
+    sizes: IntArray, members: IntArray, participation: float, seed: int, round_: int, region: int = 0
+) -> list[int]:
+    """The clients of a round, drawn uniformly among the members that have data: the same for every method.
+
+    The largest come first, so that no worker is left alone with a large one at the end. Sums run in this order.
+    """
+    able = members[sizes[members] > 0]
+    count = min(len(able), max(1, math.floor(participation * len(members) + 0.5)))
+    where = (round_, region) if region else (round_,)
+    drawn = able[seeds.numpy_rng(seed, "cohort", *where).choice(len(able), count, replace=False)]
+    return [int(k) for k in sorted(drawn, key=lambda k: (-sizes[k], k))]

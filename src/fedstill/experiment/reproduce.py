@@ -18,10 +18,10 @@ from fedstill.experiment import presets
 from fedstill.experiment.cells import IRRELEVANT, Cell
 from fedstill.experiment.comparison import to_target
 from fedstill.experiment.config import Config, anchored
+from fedstill.experiment.machine import cores, one_thread
 from fedstill.experiment.presets import METRICS, Point, Preset, Scale
 from fedstill.experiment.reteach import SavedEpisode
 from fedstill.experiment.rundir import Record
-from fedstill.experiment.runner import cores, one_thread
 from fedstill.experiment.setup import prepare
 from fedstill.metrics.statistics import Spread, spread
 

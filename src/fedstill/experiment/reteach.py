@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fedstill.core import tree
 from fedstill.core.errors import SettingError
+from fedstill.experiment.machine import one_thread
 from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.runner import one_thread
 from fedstill.experiment.setup import Setup, prepare
 from fedstill.methods import registry
 from fedstill.methods.base import Server

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import math
-import os
-import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,25 +17,21 @@ from fedstill.core import seeds
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import Tree, nbytes
 from fedstill.data.partition import IntArray
-from fedstill.engine.base import Engine, Inline
-from fedstill.engine.process import Processes
-from fedstill.engine.worker import Conclude, Score, Source, Train, Worker
+from fedstill.engine.base import Engine
+from fedstill.engine.worker import Conclude, Train, Worker
 from fedstill.experiment.config import anchored, fixed
-from fedstill.experiment.regions import Region
+from fedstill.experiment.evaluation import Evaluation, evaluate, tested
+from fedstill.experiment.machine import make_engine, one_thread
+from fedstill.experiment.regions import Region, draw_cohort
 from fedstill.experiment.rundir import Record, RunDirectory, to_json, without_nan
 from fedstill.experiment.setup import Setup
+from fedstill.experiment.tally import QUALITY, Tally, of_own_models, summarise, versions
 from fedstill.experiment.uplinks import Checked
 from fedstill.methods.base import Server, misfit
-from fedstill.metrics.fairness import Fairness, fairness
 from fedstill.models.base import Wrapped
 
 log = logging.getLogger(__name__)
 
-QUALITY = ("accuracy", "loss", "amp", "fm", "wlp", "local_accuracy")
-LOWER_IS_BETTER = ("loss", "fm")
-FINAL_EVALUATIONS = 5
-_SCORED_AT_ONCE = 1000
-_COUNTED = ("bytes_down", "bytes_up", "dropped")
 _LOGGED = ("stage", "disagreement")
 
 
@@ -57,22 +47,6 @@ class Listener:
     def round_done(self, record: Record) -> None: ...
 
     def ended(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """How one model does on the global test set and on every client's own."""
-
-    accuracy: float
-    loss: float
-    per_class: list[float]
-    confusion: IntArray  # true classes by predicted ones, on the global test set
-    fair: Fairness
-
-    def record(self) -> Record:
-        fair = self.fair
-        quality = {"accuracy": self.accuracy, "loss": self.loss, "amp": fair.amp, "fm": fair.fm, "wlp": fair.wlp}
-        return quality | {"per_class": self.per_class}
 
 
 class Run:
@@ -141,8 +115,9 @@ class Run:
                 self._conclude(engine)
                 evaluation = None
             if evaluation is None and self.setup.method.global_model:
-                evaluation = self._evaluate(engine, self.model())
-        summary = self._summary()
+                evaluation = evaluate(engine, self.setup.federation, self.model())
+        summary = summarise(config, self.records, self._last)
+        summary |= {"parameters": setup.task.size, "versions": versions()}
         if self.setup.method.concludes and evaluation is not None:
             summary["concluded"] = without_nan(evaluation.record())
         self._write_results(summary, evaluation)
@@ -174,12 +149,12 @@ class Run:
         self._active_since_checkpoint.update(k for cohort in cohorts for k in cohort)
         trained = time.perf_counter()
         models = self._models() if due else {}
-        evaluations = {name: self._evaluate(engine, model) for name, model in models.items()}
+        evaluations = {name: evaluate(engine, self.setup.federation, model) for name, model in models.items()}
         main = next(iter(evaluations.values()), None)
         record: Record = {"round": round_, "evaluated": due, **dict.fromkeys(QUALITY)}
         if due:
             record["local_accuracy"] = tally.mean("local_accuracy")
-            record |= main.record() if main else _of_own_models(tally)
+            record |= main.record() if main else of_own_models(tally)
         record |= {
             "train_loss": tally.mean("train_loss"),
             "bytes_down": tally.bytes_down,
@@ -215,7 +190,9 @@ class Run:
 
     def _teachers_after(self, engine: Engine, present: Sequence[tuple[Region, IntArray]]) -> Record:
         """How the regions' models do, one round after they met."""
-        return {region.name: self._tested(engine, self.regional_model(region))[0] for region, _ in present}
+        return {
+            region.name: tested(engine, self.setup.federation, self.regional_model(region))[0] for region, _ in present
+        }
 
     def _regional_round(
         self, engine: Engine, region: Region, cohort: list[int], tally: Tally, *, measure: bool
@@ -244,7 +221,7 @@ class Run:
         models = {region.name: self.regional_model(region) for region in present}
         teachers: Record = {}
         for name, model in models.items() if compare else ():
-            accuracy, confusion = self._tested(engine, model)
+            accuracy, confusion = tested(engine, self.setup.federation, model)
             teachers[name] = {"accuracy": accuracy, "confusion": confusion.tolist()}
         number = self.server.round // self.setup.hierarchy.rounds_per_episode
         if self.setup.config.save_teachers:
@@ -265,13 +242,6 @@ class Run:
     def regional_model(self, region: Region) -> Tensor:
         """The model of a region: what it would give its own clients."""
         return next(iter(region.method.models(self.regional[region.number]).values()))
-
-    def _tested(self, engine: Engine, model: Tensor) -> tuple[float, IntArray]:
-        """Accuracy and confusion of a model on the global test set."""
-        test = self.setup.federation.dataset.test
-        _, predicted = self._score(engine, model, "test", len(test.y))
-        confusion = confusion_matrix(test.y.numpy(), predicted, self.setup.task.classes)
-        return _share(int(confusion.trace()), int(confusion.sum())), confusion
 
     def _conclude(self, engine: Engine) -> None:
         """Ask every client that has data once more."""
@@ -308,32 +278,6 @@ class Run:
         """The weights of the model: what the run is for."""
         return next(iter(self._models().values()))
 
-    def _evaluate(self, engine: Engine, model: Tensor) -> Evaluation:
-        federation = self.setup.federation
-        test = federation.dataset.test
-        loss, predicted = self._score(engine, model, "test", len(test.y))
-        confusion = confusion_matrix(test.y.numpy(), predicted, self.setup.task.classes)
-        hits, counts = confusion.diagonal().tolist(), confusion.sum(1).tolist()
-        _, local = self._score(engine, model, "local", len(federation.test_index))
-        local_labels = federation.test_split.y.numpy()[federation.test_index]
-        return Evaluation(
-            accuracy=_share(sum(hits), sum(counts)),
-            loss=float(loss.mean(dtype=np.float64)) if len(loss) else math.nan,
-            per_class=[_share(h, n) for h, n in zip(hits, counts, strict=True)],
-            confusion=confusion,
-            fair=fairness(local == local_labels, federation.test_offsets),
-        )
-
-    def _score(self, engine: Engine, model: Tensor, source: Source, n: int) -> tuple[Any, Any]:
-        """Loss and prediction of every sample of a source, as arrays."""
-        bounds = np.linspace(0, n, -(-n // _SCORED_AT_ONCE) + 1).astype(int).tolist()
-        requests = [Score(source, start, stop) for start, stop in pairwise(bounds)]
-        answers = list(engine.run(requests, {"model": model}))
-        if not answers:
-            return np.zeros(0, np.float32), np.zeros(0, np.int64)
-        loss, predicted = (torch.cat([a[key] for a in answers]).numpy() for key in ("loss", "predicted"))
-        return loss, predicted
-
     def _checkpoint(self) -> None:
         state: Tree = {
             "model": self.server.model,
@@ -344,27 +288,6 @@ class Run:
             state["regions"] = {str(n): {"model": s.model, "state": s.state} for n, s in self.regional.items()}
         self.directory.checkpoint(self.server.round, state, sorted(self._active_since_checkpoint))
         self._active_since_checkpoint.clear()
-
-    def _summary(self) -> Record:
-        config = self.setup.config
-        scored = [r for r in self.records if r["evaluated"]]
-        last = scored[-FINAL_EVALUATIONS:]
-        summary: Record = {"method": config.method, "seed": config.seed, "rounds": len(self.records)}
-        summary |= _best_and_final(scored)
-        summary |= {
-            "final_is_mean_of": len(last),
-            "best_round": max(scored, key=lambda r: r["accuracy"] or 0)["round"],
-            "final_per_class": last[-1].get("per_class"),
-            **{name: sum(r[name] for r in self.records) + self._last.get(name, 0) for name in _COUNTED},
-            **{name: sum(r[name] for r in self.records) for name in ("seconds", "eval_seconds")},
-            "bytes_regions": sum(r["episode"]["bytes"] for r in self.records if "episode" in r),
-        }
-        if also := last[-1].get("also"):
-            summary["also"] = {name: _best_and_final([r["also"][name] for r in scored]) for name in also}
-        if config.target:
-            reached = [r["round"] for r in scored if (r["accuracy"] or 0) >= config.target]
-            summary["rounds_to_target"] = reached[0] if reached else None
-        return summary | {"parameters": self.setup.task.size, "versions": versions()}
 
     def _write_results(self, summary: Record, evaluation: Evaluation | None) -> None:
         federation = self.setup.federation
@@ -405,106 +328,3 @@ def refuse_changes(before: dict[str, str], now: dict[str, str]) -> None:
                 f"{name} was {before[name]} when the run began and is {now[name]} in its config.toml; put it back, "
                 "or start another run"
             )
-
-
-def _best_and_final(scored: list[Record]) -> Record:
-    """The best of each number, and the mean of the last five, over the rounds that were evaluated."""
-    found: Record = {}
-    for name in QUALITY:
-        values = [r.get(name) for r in scored]
-        known = [v for v in values if v is not None]
-        final = [v for v in values[-FINAL_EVALUATIONS:] if v is not None]
-        pick = min if name in LOWER_IS_BETTER else max
-        found[f"best_{name}"] = pick(known) if known else None
-        found[f"final_{name}"] = sum(final) / len(final) if final else None
-    return found
-
-
-class Tally:
-    """What came back in a round, of all its regions."""
-
-    def __init__(self) -> None:
-        self.bytes_down = self.bytes_up = self.dropped = 0
-        self.metrics: dict[str, list[float]] = {}
-
-    def add(self, uplinks: Checked, bytes_down: int) -> None:
-        self.bytes_down += bytes_down
-        self.bytes_up += uplinks.bytes_up
-        self.dropped += len(uplinks.dropped)
-        for name, values in uplinks.metrics.items():
-            self.metrics.setdefault(name, []).extend(values)
-
-    def mean(self, metric: str) -> float | None:
-        """Mean of a number that the good clients reported."""
-        values = self.metrics.get(metric)
-        return sum(values) / len(values) if values else None
-
-
-def confusion_matrix(labels: IntArray, predicted: IntArray, classes: int) -> IntArray:
-    """How often samples of each class (rows) were taken for each class (columns).
-
-    >>> confusion_matrix(np.array([0, 0, 1]), np.array([0, 1, 1]), 2).tolist()
-    [[1, 1], [0, 1]]
-    """
-    return np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else math.nan
-
-
-def _of_own_models(uplinks: Tally) -> Record:
-    """The same numbers where there is no global model: of the active clients' own models, on average."""
-    local = np.array(uplinks.metrics.get("local_accuracy", []))
-    known = len(local) > 0
-    return {
-        "accuracy": uplinks.mean("test_accuracy"),
-        "loss": uplinks.mean("test_loss"),
-        "amp": float(local.mean()) if known else None,
-        "fm": float(local.var()) if known else None,
-        "wlp": float(local.min()) if known else None,
-    }
-
-
-def draw_cohort(
-    sizes: IntArray, members: IntArray, participation: float, seed: int, round_: int, region: int = 0
-) -> list[int]:
-    """The clients of a round, drawn uniformly among the members that have data: the same for every method.
-
-    The largest come first, so that no worker is left alone with a large one at the end. Sums run in this order.
-    """
-    able = members[sizes[members] > 0]
-    count = min(len(able), max(1, math.floor(participation * len(members) + 0.5)))
-    where = (round_, region) if region else (round_,)
-    drawn = able[seeds.numpy_rng(seed, "cohort", *where).choice(len(able), count, replace=False)]
-    return [int(k) for k in sorted(drawn, key=lambda k: (-sizes[k], k))]
-
-
-def make_engine(kind: str, workers: int, worker: Worker) -> Engine:
-    """The engine by name; no number of workers means one a core."""
-    if kind == "inline":
-        return Inline(worker)
-    return Processes(worker, workers or cores())
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Kernels on one thread: results do not depend on the machine's cores, and workers have a core each."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def versions() -> dict[str, str]:
-    """What the numbers were made with."""
-    return {"python": platform.python_version()} | {
-        name: importlib.metadata.version(name) for name in ("fedstill", "torch", "numpy")
-    }

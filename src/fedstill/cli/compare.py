@@ -1,0 +1,147 @@
+"""What `fedstill compare` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from fedstill.cli.commands import Flags, config_of, console, known_to, run_name, say, slug, title_of
+from fedstill.cli.progress import AllRuns
+from fedstill.core.errors import SettingError
+from fedstill.core.files import write_json
+from fedstill.data.dataset import Dataset
+from fedstill.experiment.cells import Cell, carry_out
+from fedstill.experiment.comparison import TO_TARGET, Row, combinations, grid
+from fedstill.experiment.config import Config, anchored, parse_sweeps
+from fedstill.experiment.rundir import RunDirectory, check_place, without_nan
+from fedstill.experiment.setup import load_data, prepare, wanted_size
+from fedstill.metrics.statistics import Spread
+from fedstill.report.curves import seed_curves
+
+
+def compare(
+    methods: list[str],
+    flags: Flags,
+    assignments: list[str],
+    *,
+    seeds: int,
+    sweeps: list[str],
+    jobs: int,
+    out: Path | None,
+    force: bool,
+) -> None:
+    if len(set(methods)) < len(methods):
+        raise SettingError("a method is named twice")
+    sweep = parse_sweeps(sweeps)
+    first = config_of(methods[0], flags, known_to(methods[0], methods, assignments))
+    folder = out or Path("runs") / ("compare-" + run_name(first).removeprefix(f"{slug(first.method)}-"))
+    cells = {}
+    for method, i, s in combinations(methods, sweep, seeds):
+        swept = {k: v for k, v in sweep[i].items() if k in Config.model_fields}
+        words = [*assignments, *(f"{k}={v}" for k, v in sweep[i].items() if k not in swept)]
+        config = config_of(method, {**flags, **swept, "seed": first.seed + s}, known_to(method, methods, words))
+        name = [slug(method), *(f"{k}{v}" for k, v in sweep[i].items()), *([f"s{config.seed}"] if seeds > 1 else [])]
+        cells[method, i, s] = Cell(folder / "-".join(name), config)
+    _check_all(list(cells.values()), force=force)
+    with AllRuns(console, list(cells.values())) as display:
+        carry_out(list(cells.values()), jobs=jobs, watcher=display)
+    tables = grid(cells, methods, sweep, seeds)
+    for rows in tables:
+        console.print(comparison_table(rows, seeds=seeds))
+        console.print(cost_table(rows, seeds=seeds))
+    write_json(folder / "comparison.json", [without_nan(row.record(rows[0])) for rows in tables for row in rows])
+    picture = folder / "curves.png"
+    lines = {
+        " ".join([row.method, *(f"{key}={value}" for key, value in row.settings.items())]): [
+            cell.records() for cell in row.cells
+        ]
+        for rows in tables
+        for row in rows
+        if not row.variant
+    }
+    seed_curves(lines, picture, title=title_of(first))
+    say(f"curves: {picture}\nall of it: {folder}")
+
+
+def _check_all(cells: list[Cell], *, force: bool) -> None:
+    """Find what is wrong with any of the runs before the first begins."""
+    for cell in cells:
+        if force:
+            check_place(cell.path, force=True)
+        elif (cell.path / "config.toml").is_file():
+            cell.rounds_done()
+        else:
+            check_place(cell.path, force=False)
+    datasets: dict[tuple[object, ...], Dataset] = {}
+    for cell in cells:
+        c = cell.config
+        source = (c.data, c.data_dir, wanted_size(c))
+        datasets.setdefault(source, load_data(c))
+        prepare(c, data=datasets[source])
+    for cell in cells:
+        if force:
+            RunDirectory.create(cell.path, anchored(cell.config), force=True).release()
+
+
+def comparison_table(rows: Sequence[Row], *, seeds: int) -> Table:
+    """Methods by metrics."""
+    over = f"mean ± standard deviation of {seeds} seeds · " if seeds > 1 else ""
+    shown = Table(
+        title="Results" + _settings_of(rows[0]),
+        caption=f"{over}final: mean of the last five evaluations · FM: smaller is fairer",
+    )
+    for column in ("", "accuracy best", "final", "AMP", "FM", "WLP"):
+        shown.add_column(column, justify="right" if column else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(
+            row.name if not row.variant else f"  {row.variant}",
+            *(_spread(row.spread(metric), 100, 2, " %") for metric in ("best_accuracy", "final_accuracy", "final_amp")),
+            _spread(row.spread("final_fm"), 1, 4),
+            _spread(row.spread("final_wlp"), 100, 2, " %"),
+        )
+    return shown
+
+
+def cost_table(rows: Sequence[Row], *, seeds: int) -> Table:
+    """What each method cost, and by how much it exceeds the first."""
+    target = rows[0].cells[0].config.target
+    difference = f"final accuracy over {rows[0].name}"
+    shown = Table(
+        title="Cost" + _settings_of(rows[0]),
+        caption="means over seeds" + (" · interval: 95 % bootstrap of the paired differences" if seeds > 1 else ""),
+    )
+    goal = [f"{what} to {target:.0%}" for what in ("rounds", "MB", "s")] if target else []
+    for column in ("", "MB moved", "seconds", *goal, *([difference, "wins"] if seeds > 1 else [])):
+        shown.add_column(column, justify="right" if column else "left", overflow="fold")
+    for row in rows:
+        moved = [a + b for a, b in zip(_plain(row, "bytes_down"), _plain(row, "bytes_up"), strict=True)]
+        cost = [f"{sum(moved) / seeds / 1e6:.1f}", f"{sum(_plain(row, 'seconds')) / seeds:.1f}"]
+        numbers = [row.name if not row.variant else f"  {row.variant}", *(cost if not row.variant else ["", ""])]
+        if target:
+            took = [row.spread(metric) for metric in TO_TARGET]
+            numbers += [
+                "not in all" if t is None else f"{t.mean / unit:.1f}" for t, unit in zip(took, (1, 1e6, 1), strict=True)
+            ]
+        gap = row.against(rows[0], "final_accuracy") if seeds > 1 and row is not rows[0] else None
+        if gap:
+            numbers += [f"{100 * gap.mean:+.2f} [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]", f"{gap.wins}/{gap.n}"]
+        shown.add_row(*numbers)
+    return shown
+
+
+def _settings_of(row: Row) -> str:
+    settings = ", ".join(f"{key} = {value}" for key, value in row.settings.items())
+    return f": {settings}" if settings else ""
+
+
+def _plain(row: Row, metric: str) -> list[float]:
+    return [float(cell.summary()[metric]) for cell in row.cells]
+
+
+def _spread(found: Spread | None, factor: float, digits: int, unit: str = "") -> str:
+    if found is None:
+        return "–"
+    text = f"{factor * found.mean:.{digits}f}"
+    return text + (unit if found.n == 1 else f" ± {factor * found.std:.{digits}f}")

@@ -1,0 +1,86 @@
+"""How a model does on the global test set and on every client's own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstill.data.federation import Federation
+from fedstill.data.partition import IntArray
+from fedstill.engine.base import Engine
+from fedstill.engine.worker import Score, Source
+from fedstill.experiment.rundir import Record
+from fedstill.metrics.fairness import Fairness, fairness
+
+_SCORED_AT_ONCE = 1000
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How one model does on the global test set and on every client's own."""
+
+    accuracy: float
+    loss: float
+    per_class: list[float]
+    confusion: IntArray  # true classes by predicted ones, on the global test set
+    fair: Fairness
+
+    def record(self) -> Record:
+        fair = self.fair
+        quality = {"accuracy": self.accuracy, "loss": self.loss, "amp": fair.amp, "fm": fair.fm, "wlp": fair.wlp}
+        return quality | {"per_class": self.per_class}
+
+
+def evaluate(engine: Engine, federation: Federation, model: Tensor) -> Evaluation:
+    """Score a model on all test data there are."""
+    test = federation.dataset.test
+    loss, predicted = _score(engine, model, "test", len(test.y))
+    confusion = confusion_matrix(test.y.numpy(), predicted, len(federation.dataset.classes))
+    hits, counts = confusion.diagonal().tolist(), confusion.sum(1).tolist()
+    _, local = _score(engine, model, "local", len(federation.test_index))
+    local_labels = federation.test_split.y.numpy()[federation.test_index]
+    return Evaluation(
+        accuracy=_share(sum(hits), sum(counts)),
+        loss=float(loss.mean(dtype=np.float64)) if len(loss) else math.nan,
+        per_class=[_share(h, n) for h, n in zip(hits, counts, strict=True)],
+        confusion=confusion,
+        fair=fairness(local == local_labels, federation.test_offsets),
+    )
+
+
+def tested(engine: Engine, federation: Federation, model: Tensor) -> tuple[float, IntArray]:
+    """Accuracy and confusion of a model on the global test set."""
+    test = federation.dataset.test
+    _, predicted = _score(engine, model, "test", len(test.y))
+    confusion = confusion_matrix(test.y.numpy(), predicted, len(federation.dataset.classes))
+    return _share(int(confusion.trace()), int(confusion.sum())), confusion
+
+
+def _score(engine: Engine, model: Tensor, source: Source, n: int) -> tuple[Any, Any]:
+    """Loss and prediction of every sample of a source, as arrays."""
+    bounds = np.linspace(0, n, -(-n // _SCORED_AT_ONCE) + 1).astype(int).tolist()
+    requests = [Score(source, start, stop) for start, stop in pairwise(bounds)]
+    answers = list(engine.run(requests, {"model": model}))
+    if not answers:
+        return np.zeros(0, np.float32), np.zeros(0, np.int64)
+    loss, predicted = (torch.cat([a[key] for a in answers]).numpy() for key in ("loss", "predicted"))
+    return loss, predicted
+
+
+def confusion_matrix(labels: IntArray, predicted: IntArray, classes: int) -> IntArray:
+    """How often samples of each class (rows) were taken for each class (columns).
+
+    >>> confusion_matrix(np.array([0, 0, 1]), np.array([0, 1, 1]), 2).tolist()
+    [[1, 1], [0, 1]]
+    """
+    return np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else math.nan

@@ -1,0 +1,36 @@
+"""What a run uses of the machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fedstill.engine.base import Engine, Inline
+from fedstill.engine.process import Processes
+from fedstill.engine.worker import Worker
+
+
+def make_engine(kind: str, workers: int, worker: Worker) -> Engine:
+    """The engine by name; no number of workers means one a core."""
+    if kind == "inline":
+        return Inline(worker)
+    return Processes(worker, workers or cores())
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Kernels on one thread: results do not depend on the machine's cores, and workers have a core each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -102,7 +102,7 @@ def test_the_directory_depends_on_what_changes_a_number_and_on_nothing_else(
 def test_a_sweep_over_saved_teachers_takes_one_run_a_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = TINY | {"regions": 2, "rounds_per_episode": 2, "pool": 0.2, "save_teachers": True}
     swept = {
-        "title": "labels", "metrics": ["top1"], "reteach": True, "settings": settings,
+        "title": "labels", "metrics": ["top1"], "reteach": True, "teachers": {"lambda3": 0.0}, "settings": settings,
         "sweep": {"lambda3": [0.0, 1.0]},
         "row": [{"name": "G-student", "method": "lkd", "settings": {"update": False, "server_epochs": 2}}],
     }  # fmt: skip
@@ -114,5 +114,5 @@ def test_a_sweep_over_saved_teachers_takes_one_run_a_seed(tmp_path: Path, monkey
     assert set(found) == {(row, x) for row in ("Teacher 1", "Teacher 2", "G-student") for x in (0.0, 1.0)}
     assert found["Teacher 1", 0.0].values == found["Teacher 1", 1.0].values
     own = [cell.summary()["best_accuracy"] for cell in plan.cells]
-    assert found["G-student", 0.0].values == own, "the run itself was made at the sweep's first point"
+    assert found["G-student", 0.0].values == own, "the run itself was made at that point"
     assert found["G-student", 0.0].values != found["G-student", 1.0].values

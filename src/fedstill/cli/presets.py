@@ -118,7 +118,7 @@ def cell(entry: Entry) -> str:
 
 
 def _unit(metric: str) -> tuple[float, int]:
-    if METRICS[metric][0] == "rounds_to_target":
+    if METRICS[metric][0] in ("rounds_to_target", "server_seconds"):
         return 1, 1
     return (1, 4) if metric == "FM" else (100, 2)
 

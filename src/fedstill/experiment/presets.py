@@ -6,6 +6,7 @@ import itertools
 import json
 import tomllib
 from collections.abc import Mapping
+from fractions import Fraction
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
@@ -31,7 +32,10 @@ METRICS: dict[str, tuple[str, bool]] = {
     "local_acc": ("final_local_accuracy", True),
     "local_top1": ("final_local_accuracy", True),
     "rounds_to_target": ("rounds_to_target", False),
+    "server_seconds": ("server_seconds", False),
 }
+# What a preset has from the one it is like.
+_PASSED_ON = ("match", "settings", "sweep", "row", "cpu")
 
 
 class _Table(BaseModel):
@@ -50,7 +54,10 @@ class PresetRow(_Table):
 
     name: str  # as the paper prints it
     method: str = ""
-    model: str = ""  # which of the run's models, such as "without T1"; empty: the model
+    # Which of the run's models, such as "without T1"; empty: the model. Of a run with regions also "region 1 before",
+    # "region 1 after" and "student": at the last meeting that a round followed.
+    model: str = ""
+    match: dict[str, Any] = Field(default_factory=dict)  # what its numbers have there, where not its name
     settings: dict[str, Any] = Field(default_factory=dict)
     when: list[When] = Field(default_factory=list)
 
@@ -69,18 +76,22 @@ class Preset(_Table):
     """A table or figure of a paper."""
 
     title: str
+    like: str = ""  # another preset: its match, settings, sweep, rows and cpu hold where nothing else is said
+    rows: list[str] = Field(default_factory=list)  # those it has, of its own and of the other's; empty: all
     shows: Literal["table", "curves", "bars", "bubbles", "confusion", "tsne", "landscape", "distance", "toy"] = "table"
     numbers: str = ""  # the table of paper_numbers.json; empty: the paper prints none
     match: dict[str, Any] = Field(default_factory=dict)  # what its rows have in common there
     keys: dict[str, str] = Field(default_factory=dict)  # a swept setting's name there, where it is another
     metrics: list[str] = Field(default_factory=list)
     targets: list[float] = Field(default_factory=list)  # accuracies in percent, for rounds_to_target
+    relative_targets: list[float] = Field(default_factory=list)  # the same in percent of the run's own best accuracy
     at_rounds: list[int] = Field(default_factory=list)  # for top1_at_round
     settings: dict[str, Any] = Field(default_factory=dict)
     sweep: dict[str, list[Any]] = Field(default_factory=dict)
     row: list[PresetRow] = Field(default_factory=list)
-    reteach: bool = False  # the sweep is over the last episode's saved teachers of one run
     parts: list[str] = Field(default_factory=list)  # presets that this one consists of
+    reteach: bool = False  # the sweep is over the last episode's saved teachers of one run
+    teachers: dict[str, Any] = Field(default_factory=dict)  # the method's settings in that run
     cpu: Reduction | None = None
 
 
@@ -109,11 +120,44 @@ def load(name: str) -> Preset:
     """A preset by name."""
     if name not in names():
         raise unknown("preset", name, names())
-    text = files("fedstill.presets").joinpath(f"{name}.toml").read_text(encoding="utf-8")
     try:
-        return Preset.model_validate(tomllib.loads(text))
+        return Preset.model_validate(_read(name))
     except (ValidationError, tomllib.TOMLDecodeError) as error:
         raise SettingError(f"preset {name}: {error}") from error
+
+
+def _read(name: str) -> dict[str, Any]:
+    """A preset's file, with what it has from the one it is like."""
+    own = tomllib.loads(files("fedstill.presets").joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+    base = {key: value for key, value in (_read(own["like"]) if "like" in own else {}).items() if key in _PASSED_ON}
+    if "sweep" in own and "cpu" in base:  # which was a part of the other sweep
+        base["cpu"] = {key: value for key, value in base["cpu"].items() if key != "sweep"}
+    found = _over(base, own)
+    if "cpu" in found:
+        found["cpu"] = _over(base.get("cpu", {}), own.get("cpu", {}))
+    if "rows" in own:
+        found["row"] = _chosen(found["row"], own["rows"])
+        reduced = found.get("cpu", {}).get("row", [])
+        reduced[:] = [row for row in reduced if row["name"] in own["rows"]]
+    return found
+
+
+def _over(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Settings are joined, those of rows of the same name too; of anything else, it is `own` that counts."""
+    rows = {row["name"]: row for row in base.get("row", [])}
+    for row in own.get("row", []):
+        before = rows.get(row["name"], {})
+        rows[row["name"]] = before | row | {"settings": before.get("settings", {}) | row.get("settings", {})}
+    joined = {key: base.get(key, {}) | own.get(key, {}) for key in ("match", "settings") if key in base or key in own}
+    return base | own | joined | {"row": list(rows.values())}
+
+
+def _chosen(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
+    by_name = {row["name"]: row for row in rows}
+    for name in names:
+        if name not in by_name:
+            raise unknown("row", name, by_name)
+    return [by_name[name] for name in names]
 
 
 def points(preset: Preset, scale: Scale, **given: Any) -> list[Point]:
@@ -165,10 +209,17 @@ def paper_number(name: str, preset: Preset, row: str, metric: str, at: Mapping[s
     if not preset.numbers:
         return None
     rows = paper_numbers()[name.partition("/")[0]][preset.numbers]["rows"]
-    wanted = {"method": row, "metric": metric, **preset.match, **{preset.keys.get(k, k): v for k, v in at.items()}}
+    own = next((r.match for r in preset.row if r.name == row), {})
+    there = {preset.keys.get(k, k): v for k, v in at.items()}
+    wanted = {"method": row, "metric": metric, **preset.match, **own, **there}
     for number in rows:
-        if all(number.get(key) == value for key, value in wanted.items() if key in number):
+        if all(_printed(number[key]) == value for key, value in wanted.items() if key in number):
             factor = {"%": 0.01}.get(number["unit"], 1.0) * number.get("scale", 1.0)
             std = number["std"]
             return {"value": factor * number["value"], "std": None if std is None else factor * std}
     return None
+
+
+def _printed(value: Any) -> Any:
+    """A fraction such as 1/6 as the number it is."""
+    return float(Fraction(value)) if isinstance(value, str) and value.replace("/", "").isdecimal() else value

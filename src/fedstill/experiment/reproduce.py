@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,9 @@ def plans(name: str, scale: Scale, seeds: int, root: Path, **given: Any) -> list
     for point in presets.points(preset, scale, **given):
         configs = [point.config.model_copy(update={"seed": point.config.seed + s}) for s in range(seeds)]
         if preset.reteach:  # the sweep needs no runs of its own
-            configs = [config.model_copy(update={"hyper": _taught_from(preset, config)}) for config in configs]
+            configs = [config.model_copy(update={"hyper": config.hyper | preset.teachers}) for config in configs]
         runs.append((point, tuple(Cell(root / directory(config), config) for config in configs)))
     return [Plan(name, preset, scale, tuple(runs))]
-
-
-def _taught_from(preset: Preset, config: Config) -> dict[str, Any]:
-    """The method's settings in the run whose teachers are used at every point of the sweep: the sweep's first."""
-    return config.hyper | {name: values[0] for name, values in preset.sweep.items() if name in config.hyper}
 
 
 def directory(config: Config) -> str:
@@ -182,7 +178,8 @@ def _entry(
 def _further(preset: Preset, metric: str) -> list[dict[str, Any]]:
     """What a metric asks for beside a point of the sweep: a target, or a round."""
     if metric == "rounds_to_target":
-        return [{"target_acc": target} for target in preset.targets]
+        of_its_best = [{"target_percent": target} for target in preset.relative_targets]
+        return [{"target_acc": target} for target in preset.targets] + of_its_best
     if metric == "top1_at_round":
         return [{"round": round_} for round_ in preset.at_rounds]
     return [{}]
@@ -191,28 +188,55 @@ def _further(preset: Preset, metric: str) -> list[dict[str, Any]]:
 def _value(cell: Cell, model: str, metric: str, at: Mapping[str, Any]) -> float | None:
     """A number of one run."""
     if metric == "rounds_to_target":
-        return to_target(cell.records(), at["target_acc"] / 100, model)["rounds_to_target"]
+        target = at["target_acc"] / 100 if "target_acc" in at else at["target_percent"] / 100 * _best(cell, model)
+        return to_target(cell.records(), target, model)["rounds_to_target"]
+    if metric == "server_seconds":
+        told = [r.get("episode") or r.get("server") or {} for r in cell.records()]
+        return float(sum(t.get("server_seconds", 0.0) for t in told))
     if metric == "top1_at_round":
         scored = [r for r in cell.records() if r["round"] == at["round"]]
         record: Record = scored[0] if scored else {}
-        value = (record.get("also", {}).get(model, {}) if model else record).get("accuracy")
-        return None if value is None else float(value)
+        return _number((record.get("also", {}).get(model, {}) if model else record).get("accuracy"))
+    if model == "student" or model.startswith("region "):
+        return _of_meeting(cell.records(), model)
     summary = cell.summary()
-    value = (summary["also"][model] if model else summary).get(METRICS[metric][0])
-    return None if value is None else float(value)
+    return _number((summary["also"][model] if model else summary).get(METRICS[metric][0]))
+
+
+def _best(cell: Cell, model: str) -> float:
+    summary = cell.summary()
+    return float((summary["also"][model] if model else summary)["best_accuracy"])
+
+
+def _of_meeting(records: Sequence[Record], model: str) -> float | None:
+    """Accuracy at the last meeting of which is known how the regions did one round later.
+
+    `model` is "student", or "region N before" or "region N after" it.
+    """
+    pairs = [(a["episode"], b["teachers_after"]) for a, b in pairwise(records) if "teachers_after" in b]
+    if not pairs:
+        return None
+    episode, after = pairs[-1]
+    if model == "student":
+        return _number(episode["student"]["accuracy"])
+    region, _, when = model.rpartition(" ")
+    return _number(after.get(region) if when == "after" else episode["teachers"].get(region, {}).get("accuracy"))
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _retaught(plan: Plan) -> Iterator[Entry]:
     """Students taught at every point of the sweep from the same teachers, and those teachers."""
     points = [point for point, _ in plan.runs]
-    swept = [{k: v for k, v in point.at.items() if k in point.config.hyper} for point in points]
     students: list[list[float | None]] = [[] for _ in points]
     teachers: dict[str, list[float | None]] = {}
     for cell in plan.runs[0][1]:
         saved = SavedEpisode(cell.path)
         for number, model in enumerate(saved.teachers.values(), 1):
             teachers.setdefault(f"Teacher {number}", []).append(saved.accuracy(model))
-        for values, lesson in zip(students, saved.teach(swept), strict=True):
+        for values, lesson in zip(students, saved.teach([point.config.hyper for point in points]), strict=True):
             values.append(lesson.accuracy)
     for point, values in zip(points, students, strict=True):
         for teacher, accuracies in teachers.items():

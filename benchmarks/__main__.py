@@ -28,12 +28,16 @@ def main() -> None:
     table.add_row(f"{naive:.1f} s", f"{cached:.1f} s", f"{naive / cached:.2f}", f"{0.9 * server.ARITHMETIC:.2f}")
     console.print(table)
 
-    table = Table(title=f"Cost of a round over FedAvg's: {methods.WORK.name}", caption="best of 3 medians")
-    for column in ("method", "ratio", "at most"):
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for method, ratio, limit in methods.round_costs():
-        table.add_row(method, f"{ratio:.2f}", "" if limit is None else f"{limit:.2f}")
-    console.print(table)
+    for cases, work, rounds, repeats in (
+        (methods.CASES, methods.WORK, 6, 3),
+        (methods.SERVER_CASES, methods.SERVER_WORK, 2, 1),
+    ):
+        table = Table(title=f"Cost of a round over FedAvg's: {work.name}", caption=f"best of {repeats} medians")
+        for column in ("method", "ratio", "at most"):
+            table.add_column(column, justify="left" if column == "method" else "right")
+        for method, ratio, limit in methods.round_costs(cases, work, rounds=rounds, repeats=repeats):
+            table.add_row(method, f"{ratio:.2f}", "" if limit is None else f"{limit:.2f}")
+        console.print(table)
 
 
 if __name__ == "__main__":

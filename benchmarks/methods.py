@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -31,6 +32,11 @@ CASES: tuple[tuple[str, dict[str, Any], float | None], ...] = (
     ("feddistill-plus", {}, None),
     ("fedavg+t1", {}, None),
     ("fedkf", {"width": 32}, None),
+)
+
+# Methods whose server does most of the work: a short local round shows it.
+SERVER_WORK = replace(WORK, name="ResNet-8, 4 clients x 128 samples, batch 64, 1 epoch", epochs=1)
+SERVER_CASES: tuple[tuple[str, dict[str, Any], float | None], ...] = (
     ("feddf", PROXY, None),
     ("dafkd", {}, None),
     ("dafkd", {"private": True}, None),
@@ -61,15 +67,19 @@ def with_pool(work: Work) -> Federation:
 
 
 def round_costs(
-    cases: Sequence[tuple[str, dict[str, Any], float | None]] = CASES, *, rounds: int = 6, repeats: int = 3
+    cases: Sequence[tuple[str, dict[str, Any], float | None]] = CASES,
+    work: Work = WORK,
+    *,
+    rounds: int = 6,
+    repeats: int = 3,
 ) -> list[tuple[str, float, float | None]]:
     """Each method's seconds a round over FedAvg's: the best median of several, all methods in turn."""
     torch.set_num_threads(1)
-    federation = with_pool(WORK)
+    federation = with_pool(work)
 
     def seconds(method: str, settings: dict[str, Any]) -> float:
         # The first rounds have no teacher yet, and VOTE's buffer fills up.
-        return median(fedstill_rounds(WORK, federation, rounds, method, **settings)[-3:])
+        return median(fedstill_rounds(work, federation, rounds, method, **settings)[-3:])
 
     everyone = [("fedavg", {}, None), *cases]
     best = [math.inf] * len(everyone)

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from rich.table import Table
 
+from fedstill.cli import pictures
 from fedstill.cli.commands import console
 from fedstill.cli.progress import AllRuns
 from fedstill.core.errors import SettingError
@@ -61,6 +62,19 @@ def reproduce(name: str, scale: str, *, seeds: int, data_dir: str | None, jobs: 
         write_json(stem.with_suffix(".json"), without_nan(saved(plan, numbers)))
         write_atomic(stem.with_suffix(".md"), markdown(plan, numbers, seeds))
         console.print(f"saved: {stem}.json, {stem}.md", highlight=False, soft_wrap=True)
+        draw(plan, stem.with_suffix(".png"))
+
+
+def draw(plan: Plan, out: Path) -> None:
+    """A preset's figure, where it is one of runs alone; else how to draw it."""
+    paths, shows, title = [cell.path for cell in plan.cells], plan.preset.shows, f"{plan.name}: {plan.preset.title}"
+    if shows == "curves":
+        pictures.curves(paths, ["accuracy", "fm"], "std", out, title)
+    elif shows == "bars" and plan.preset.sweep:
+        pictures.bars(paths, next(iter(plan.preset.sweep)), "accuracy", "final", out, title)
+    elif shows != "table":
+        words = " ".join(["fedstill figure", shows, *map(str, paths[:1]), *(["…"] if len(paths) > 1 else [])])
+        console.print(f"to draw it: {words}", highlight=False, soft_wrap=True)
 
 
 def checked(scale: str) -> Scale:

@@ -389,6 +389,25 @@ def test_a_variant_may_be_written_as_a_number() -> None:
     assert registry.make("fedhyb", {"variant": 1}) == registry.make("fedhyb", {"variant": "1"})
 
 
+def test_a_client_that_leaves_its_predictions_out_has_no_say(tmp_path: Path) -> None:
+    setup = small_setup("dafkd", private=True, **SHORT["dafkd"])
+    _, ups = fed(setup, tmp_path)
+    models = []
+    for silent in ([0], [0, 1, 2]):
+        server, _ = fed(setup, tmp_path)
+        told = [
+            Uplink(u.client, u.samples, {k: v for k, v in u.message.items() if k != "predictions"})
+            if u.client in silent
+            else u
+            for u in ups
+        ]
+        setup.method.aggregate(server, iter(told))
+        models.append(server.model)
+    average = torch.stack([up["model"] for up in ups]).double().mean(0).float()
+    torch.testing.assert_close(models[1], average, rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(models[0], average, rtol=1e-5, atol=1e-7)
+
+
 @dataclass(frozen=True)
 class KnownDensity(DaFKD):
     """DaFKD whose generator draws from N(-1, 1), as constant images."""

@@ -193,9 +193,13 @@ class DaFKD(ServerSide):
         server.state["generator"] = weighted_mean((up["generator"], 1) for up in uplinks)  # Eq. 4
         if server.round == 1 or self.variant == "no-distill" or self.server_epochs == 0:
             return
-        if self.private:  # though what is sent lets one solve for a discriminator on a known trunk
+        if self.private:
+            # A client may leave out what the first round does not need; one that does so later has no say.
+            sent_up = [up["predictions"] for up in uplinks if "predictions" in up.message]
+            if not sent_up:
+                return
             pseudo = self.pseudo(task, sent, server.round)  # the set that clients drew from the same seed
-            weighted = torch.stack([up["predictions"] for up in uplinks]).double().sum(0) + 1e-8 / task.classes
+            weighted = torch.stack(sent_up).double().sum(0) + 1e-8 / task.classes
             targets = (weighted / weighted.sum(1, keepdim=True)).float()
         else:
             pseudo = self.pseudo(task, server.state["generator"], server.round)

@@ -125,8 +125,9 @@ def server_in(folder: Path, **changed: Any) -> Server:
 
 def met(folder: Path, name: str, models: Sequence[Tensor] = (), **hyper: Any) -> Meeting:
     """That meeting again, with other settings and perhaps other models."""
+    server, teachers = server_in(folder), models or real_run()[1].teachers  # before anything is watched
     with watched() as meetings:
-        registry.make(name, SHORT | hyper).merge(server_in(folder), models or real_run()[1].teachers)
+        registry.make(name, SHORT | hyper).merge(server, teachers)
     return meetings[0]
 
 

@@ -49,8 +49,12 @@ def test_paired_differences_against_scipy() -> None:
     assert found.wins == sum(x > y for x, y in zip(a, b, strict=True))
     t = stats.ttest_rel(a, b).confidence_interval(0.95)
     assert t.low < found.low < found.mean < found.high < t.high, "a bootstrap of few seeds is narrower than Student's t"
+    student = paired(a.tolist(), b.tolist(), interval="student")
+    assert (student.low, student.high) == pytest.approx((t.low, t.high))
+    assert (student.mean, student.wins, student.n) == (found.mean, found.wins, found.n)
     assert np.isnan(paired([1.0], [0.5]).low)
-    same = paired([0.5, 0.5], [0.4, 0.4])
+    assert np.isnan(paired([0.5] * 4, [0.4] * 4).low), "four seeds have no bootstrap"
+    same = paired([0.5] * 5, [0.4] * 5)
     assert (same.low, same.high) == pytest.approx((0.1, 0.1))
 
 

@@ -221,7 +221,7 @@ def test_an_episode_tells_what_it_came_to(run_small: RunSmall) -> None:
         ({"region": [{"joins": 3, "leaves": 2}, {}]}, "leaves in round 2"),
         ({"region": [{"clients": -1}, {"clients": 10}]}, "clients"),
         ({"region": [{"hyper": 3}, {}]}, "table of settings"),
-        ({"fixed_regions": False, "clients": 6, "late_clients": 5, "late_from": 4}, "none of its clients"),
+        ({"fixed_regions": False, "clients": 6, "late_clients": 5, "late_from": 4}, "none of the clients"),
         ({"late_clients": 9, "late_from": 2}, "must be there at once"),
     ],
 )

@@ -197,8 +197,22 @@ def test_krum_goes_on_with_fewer_clients_and_says_so(run_small: RunSmall, tmp_pa
     result = run_small(Krum(inner=OneBroken()), **settings, out=tmp_path / "run")
     assert [r["dropped"] for r in result.records] == [1, 1]
     assert "krum withstands 0 malicious among 4 clients, not byzantine = 1" in (tmp_path / "run/log.txt").read_text()
+    server = tiny_server(tmp_path / "two", SIZES)
+    server.round = 1
     with pytest.raises(fedstill.FedstillError, match=r"round 1: krum compares at least three.*participation"):
-        run_small("fedavg+krum", **QUICK | {"participation": 0.3})
+        Krum().aggregate(server, iter(Uplinks(server, range(2))))
+
+
+def test_krum_is_refused_before_the_run_where_a_round_has_too_few_clients(run_small: RunSmall, tmp_path: Path) -> None:
+    for settings, reason in (
+        ({"participation": 0.5}, "krum asks for at least 5 clients a round, and round 1 has 3; raise participation"),
+        ({"late_clients": 2, "late_from": 2}, "krum asks for at least 5 clients a round, and round 1 has 4"),
+        ({"regions": 2, "rounds_per_episode": 1}, "region 1: krum asks for at least 5 .* round 1 has 3"),
+    ):
+        with pytest.raises(fedstill.SettingError, match=reason):
+            run_small("fedavg+krum", **QUICK | settings, out=tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+    run_small("fedavg+krum", **QUICK | {"participation": 0.5}, byzantine=0)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +220,7 @@ def test_krum_goes_on_with_fewer_clients_and_says_so(run_small: RunSmall, tmp_pa
     [
         ("feddistill+median", {}, "median compares the clients' models.*do not send any"),
         ("feddistill+krum", {}, "krum compares"),
-        ("fedavg+krum", {"byzantine": 2}, "byzantine = 2: krum needs at least 7 clients with data, there are 6"),
+        ("fedavg+krum", {"byzantine": 2}, "krum asks for at least 7 clients a round, and round 1 has 6"),
         ("fedavg+multi-krum", {"keep": -1}, "keep = -1"),
         ("fedavg+trimmed-mean", {"trim": 0.5}, r"trim = 0\.5: should be less than 0\.5"),
         ("fedavg+norm-clip", {"max_norm": -1.0}, r"max_norm = -1\.0"),

@@ -559,7 +559,7 @@ def test_ccvr_changes_the_classifier_alone_and_only_at_the_end(run_small: RunSma
     before, after = plain.model.state_dict(), calibrated.model.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"head.weight", "head.bias"}
-    assert calibrated.summary["concluded"]["loss"] < plain.records[-1]["loss"]
+    assert calibrated.summary["also"]["after the last exchange"]["final_loss"] < plain.records[-1]["loss"]
     twice = run_small("fedavg+ccvr", lr=0.2, engine="process", workers=2)
     assert torch.equal(weights(twice), weights(calibrated))
 

@@ -292,11 +292,7 @@ def results_table(summaries: Mapping[str, Record]) -> Table:
             f"{moved:.1f}",
             f"{s['seconds'] + s['eval_seconds']:.1f}",
         )
-        also = s.get("also", {})
-        if concluded := s.get("concluded"):
-            numbers = {f"final_{key}": value for key, value in concluded.items() if value is not None}
-            also = {"after the last exchange": numbers} | also
-        for variant, values in also.items():
+        for variant, values in s.get("also", {}).items():
             shown.add_row(
                 f"  {variant}",
                 _percent(values.get("best_accuracy")),

@@ -11,14 +11,18 @@ from fedstill.cli.commands import Flags, config_of, console, known_to, run_name,
 from fedstill.cli.progress import AllRuns
 from fedstill.core.errors import SettingError
 from fedstill.core.files import write_json
-from fedstill.data.dataset import Dataset
-from fedstill.experiment.cells import Cell, carry_out
+from fedstill.experiment.cells import Cell, carry_out, check
 from fedstill.experiment.comparison import TO_TARGET, Row, combinations, grid
 from fedstill.experiment.config import Config, anchored, parse_sweeps
 from fedstill.experiment.rundir import RunDirectory, check_place, without_nan
-from fedstill.experiment.setup import load_data, prepare, wanted_size
-from fedstill.metrics.statistics import Spread
+from fedstill.metrics.statistics import ENOUGH, Spread
 from fedstill.report.curves import seed_curves
+
+_NOT_SWEPT = {
+    "seed": "--seeds N compares on N seeds",
+    "method": "name the methods one after the other",
+    "target": "compare once for each",
+}
 
 
 def compare(
@@ -35,6 +39,9 @@ def compare(
     if len(set(methods)) < len(methods):
         raise SettingError("a method is named twice")
     sweep = parse_sweeps(sweeps)
+    if not_swept := sweep[0].keys() & _NOT_SWEPT.keys():
+        key = min(not_swept)
+        raise SettingError(f"--sweep {key}: {_NOT_SWEPT[key]}")
     first = config_of(methods[0], flags, known_to(methods[0], methods, assignments))
     folder = out or Path("runs") / ("compare-" + run_name(first).removeprefix(f"{slug(first.method)}-"))
     cells = {}
@@ -42,9 +49,12 @@ def compare(
         swept = {k: v for k, v in sweep[i].items() if k in Config.model_fields}
         words = [*assignments, *(f"{k}={v}" for k, v in sweep[i].items() if k not in swept)]
         config = config_of(method, {**flags, **swept, "seed": first.seed + s}, known_to(method, methods, words))
-        name = [slug(method), *(f"{k}{v}" for k, v in sweep[i].items()), *([f"s{config.seed}"] if seeds > 1 else [])]
+        swept_as = (f"{k}{v}".replace("/", "-") for k, v in sweep[i].items())
+        name = [slug(method), *swept_as, *([f"s{config.seed}"] if seeds > 1 else [])]
         cells[method, i, s] = Cell(folder / "-".join(name), config)
-    _check_all(list(cells.values()), force=force)
+    if len({cell.path for cell in cells.values()}) < len(cells):
+        raise SettingError("two of these runs would have the same directory")
+    _check_places(list(cells.values()), force=force)
     with AllRuns(console, list(cells.values())) as display:
         carry_out(list(cells.values()), jobs=jobs, watcher=display)
     tables = grid(cells, methods, sweep, seeds)
@@ -65,24 +75,23 @@ def compare(
     say(f"curves: {picture}\nall of it: {folder}")
 
 
-def _check_all(cells: list[Cell], *, force: bool) -> None:
+def _check_places(cells: list[Cell], *, force: bool) -> None:
     """Find what is wrong with any of the runs before the first begins."""
     for cell in cells:
         if force:
             check_place(cell.path, force=True)
         elif (cell.path / "config.toml").is_file():
-            cell.rounds_done()
+            if cell.rounds_done() is None:
+                raise SettingError(f"{cell.path} is a run that keeps no models; choose another --out, or --force")
         else:
             check_place(cell.path, force=False)
-    datasets: dict[tuple[object, ...], Dataset] = {}
-    for cell in cells:
-        c = cell.config
-        source = (c.data, c.data_dir, wanted_size(c))
-        datasets.setdefault(source, load_data(c))
-        prepare(c, data=datasets[source])
+    check(cells)
     for cell in cells:
         if force:
             RunDirectory.create(cell.path, anchored(cell.config), force=True).release()
+
+
+_INTERVAL = " · interval: 95 % bootstrap of the paired differences, too narrow for few seeds"
 
 
 def comparison_table(rows: Sequence[Row], *, seeds: int) -> Table:
@@ -110,9 +119,9 @@ def cost_table(rows: Sequence[Row], *, seeds: int) -> Table:
     difference = f"final accuracy over {rows[0].name}"
     shown = Table(
         title="Cost" + _settings_of(rows[0]),
-        caption="means over seeds" + (" · interval: 95 % bootstrap of the paired differences" if seeds > 1 else ""),
+        caption="means over seeds" + (_INTERVAL if seeds >= ENOUGH else ""),
     )
-    goal = [f"{what} to {target:.0%}" for what in ("rounds", "MB", "s")] if target else []
+    goal = [f"{what} to {100 * target:g} %" for what in ("rounds", "MB", "s")] if target else []
     for column in ("", "MB moved", "seconds", *goal, *([difference, "wins"] if seeds > 1 else [])):
         shown.add_column(column, justify="right" if column else "left", overflow="fold")
     for row in rows:
@@ -126,7 +135,8 @@ def cost_table(rows: Sequence[Row], *, seeds: int) -> Table:
             ]
         gap = row.against(rows[0], "final_accuracy") if seeds > 1 and row is not rows[0] else None
         if gap:
-            numbers += [f"{100 * gap.mean:+.2f} [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]", f"{gap.wins}/{gap.n}"]
+            interval = f" [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]" if gap.n >= ENOUGH else ""
+            numbers += [f"{100 * gap.mean:+.2f}{interval}", f"{gap.wins}/{gap.n}"]
         shown.add_row(*numbers)
     return shown
 
@@ -144,4 +154,4 @@ def _spread(found: Spread | None, factor: float, digits: int, unit: str = "") ->
     if found is None:
         return "–"
     text = f"{factor * found.mean:.{digits}f}"
-    return text + (unit if found.n == 1 else f" ± {factor * found.std:.{digits}f}")
+    return text + (unit if found.n == 1 else f" ± {factor * found.std:.{digits}f}{unit}")

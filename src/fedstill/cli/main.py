@@ -229,6 +229,34 @@ def reproduce(
     _commands("presets").reproduce(name, scale, seeds=seeds, data_dir=data_dir, jobs=jobs, out=out, dry_run=dry_run)
 
 
+@app.command(rich_help_panel="Papers")
+def claims(
+    seeds: Annotated[int, typer.Option(help="Seeds, from 0 on; 5 are the fewest that are judged.", min=1)] = 5,
+    data_dir: DataDir = None,
+    jobs: Annotated[int, typer.Option(help="Runs at a time; 0 is one a core.", min=0)] = 0,
+    out: Annotated[Path, typer.Option(help="Where runs go; finished ones there, also reproduce's, are used.")] = Path(
+        "runs/reproduced"
+    ),
+    page: Annotated[Path | None, typer.Option(help=r"Where to write the page. \[OUT/claims.md]")] = None,
+    finished: Annotated[bool, typer.Option("--finished", help="Run nothing: judge by what is finished.")] = False,
+    saved: Annotated[Path | None, typer.Option(help="Only write the page of results that were saved here.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be run, and for how long.")] = False,
+) -> None:
+    """Check what the papers claim on runs that two cores can do, and write a page with a verdict on each claim.
+
+    \b
+    fedstill claims --seeds 5 --data-dir DATA
+    fedstill claims --saved docs/results.json --page docs/results.md
+
+    Interrupted, the same command goes on where it stopped. It takes hours; --finished shows what there is.
+    """
+    command = _commands("claims")
+    if saved:
+        command.show(saved, page)
+        return
+    command.carry_on(seeds=seeds, data_dir=data_dir, jobs=jobs, out=out, page=page, finished=finished, dry_run=dry_run)
+
+
 @app.command(rich_help_panel="Look")
 def show(
     directories: Annotated[list[Path], typer.Argument(help="Run directories, finished or under way.")],

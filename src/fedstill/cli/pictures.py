@@ -32,6 +32,7 @@ from fedstill.report.page import Picture, page
 from fedstill.report.runs import (
     HYPER,
     Group,
+    Record,
     Run,
     alike,
     distinct_names,
@@ -128,7 +129,11 @@ def confusion(directories: list[Path], out: Path, title: str) -> None:
 
 
 def tsne(directories: list[Path], samples: int, out: Path, title: str) -> None:
-    models = _models(directories, out)
+    tsne_of(_models(directories, out), out, title, samples=samples)
+    _done(out)
+
+
+def tsne_of(models: dict[str, FinalModel], out: Path, title: str, *, samples: int = 500) -> None:
     found = {}
     for name, model in models.items():
         chosen = model.samples(samples)
@@ -136,11 +141,23 @@ def tsne(directories: list[Path], samples: int, out: Path, title: str) -> None:
     count = len(next(iter(found.values()))[1])
     shown = title or f"t-SNE of the features of {count} test samples"
     draw_tsne(found, out, classes=_classes(models), title=shown)
-    _done(out)
 
 
 def landscape(directories: list[Path], dim: int, points: int, span: float, samples: int, out: Path, title: str) -> None:
-    models = _models(directories, out)
+    landscape_of(_models(directories, out), out, title, dim=dim, points=points, span=span, samples=samples)
+    _done(out)
+
+
+def landscape_of(
+    models: dict[str, FinalModel],
+    out: Path,
+    title: str,
+    *,
+    dim: int = 2,
+    points: int = 21,
+    span: float = 1.0,
+    samples: int = 500,
+) -> None:
     steps = np.linspace(-span, span, points + 1 - points % 2)  # an odd number: the model itself is one of them
     found = {}
     for name, model in models.items():
@@ -149,17 +166,21 @@ def landscape(directories: list[Path], dim: int, points: int, span: float, sampl
         found[name] = np.array(list(shown)).reshape((len(steps),) * dim)
     draw = line if dim == 1 else plane
     draw(found, steps, out, title=title or "test loss around the final model")
-    _done(out)
 
 
 def distance(directories: list[Path], band: Band, out: Path, title: str) -> None:
     groups = _groups(directories, out)
-    measured = {
-        group.title: [[{"round": r, "distance": d} for r, d in distances(run.path).items() if d] for run in group.runs]
-        for group in groups
-    }
-    seed_curves(measured, out, metrics=["distance"], band=band, log=True, title=title or _context(groups))
+    paths = {group.title: [run.path for run in group.runs] for group in groups}
+    distance_of(paths, out, title or _context(groups), band=band)
     _done(out)
+
+
+def distance_of(runs: dict[str, list[Path]], out: Path, title: str, *, band: Band = "std") -> None:
+    measured = {
+        name: [[{"round": r, "distance": d} for r, d in distances(path).items() if d] for path in paths]
+        for name, paths in runs.items()
+    }
+    seed_curves(measured, out, metrics=["distance"], band=band, log=True, title=title)
 
 
 def clients(directories: list[Path], out: Path, title: str) -> None:
@@ -174,6 +195,11 @@ def clients(directories: list[Path], out: Path, title: str) -> None:
 
 def toy(rounds: int, points: int, seed: int, out: Path, title: str) -> None:
     commands.check_picture(out, "--out")
+    toy_of(out, title, rounds=rounds, points=points, seed=seed)
+    _done(out)
+
+
+def toy_of(out: Path, title: str, *, rounds: int = 20, points: int = 200, seed: int = 0) -> None:
     federation, truth = toys.federation(points, seed), toys.classes(toys.plane())
     held = toys.clients(points, seed)
     everything = (np.concatenate([x for x, _ in held]), np.concatenate([y for _, y in held]))
@@ -189,7 +215,6 @@ def toy(rounds: int, points: int, seed: int, out: Path, title: str) -> None:
         )
     shown = title or f"share of the plane that each model gets right, after {rounds} rounds (seed {seed})"
     draw_toy(rows, out, extent=toys.EXTENT, title=shown)
-    _done(out)
 
 
 def report(directories: list[Path], out: Path, title: str) -> None:
@@ -230,10 +255,9 @@ def _meetings(groups: Sequence[Group]) -> list[Picture]:
     """The confusion at the last episode's end that was evaluated, of the first seed of each run with regions."""
     found = []
     for group in groups:
-        met = [r["episode"] for r in group.runs[0].records if "student" in r.get("episode", {})]
-        if not met or "teachers" not in met[-1]:
+        last = last_meeting(group.runs[0].records)
+        if not last:
             continue
-        last = met[-1]
         matrices = {name: teacher["confusion"] for name, teacher in last["teachers"].items()}
         matrices["global model"] = last["student"]["confusion"]
         caption = (
@@ -242,6 +266,12 @@ def _meetings(groups: Sequence[Group]) -> list[Picture]:
         )
         found.append(_picture(caption, partial(draw_confusion, matrices)))
     return found
+
+
+def last_meeting(records: Sequence[Record]) -> Record:
+    """The end of the last episode that was evaluated, of a run with regions; empty if there is none."""
+    met = [r["episode"] for r in records if "student" in r.get("episode", {})]
+    return met[-1] if met and "teachers" in met[-1] else {}
 
 
 def _partitions(groups: Sequence[Group]) -> tuple[list[Picture], list[str]]:

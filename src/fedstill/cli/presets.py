@@ -10,14 +10,14 @@ from typing import Any, get_args
 
 from rich.table import Table
 
-from fedstill.cli import pictures
 from fedstill.cli.commands import console
+from fedstill.cli.preset_figures import draw
 from fedstill.cli.progress import AllRuns
 from fedstill.core.errors import SettingError
 from fedstill.core.files import write_atomic, write_json
 from fedstill.experiment import presets as known
-from fedstill.experiment.cells import Cell, carry_out
-from fedstill.experiment.presets import METRICS, Preset, Scale
+from fedstill.experiment.cells import Cell, carry_out, check
+from fedstill.experiment.presets import Preset, Scale
 from fedstill.experiment.reproduce import Entry, Plan, entries, plans, seconds_needed
 from fedstill.experiment.rundir import without_nan
 
@@ -47,8 +47,9 @@ def reproduce(name: str, scale: str, *, seeds: int, data_dir: str | None, jobs: 
     for plan in found:
         if scale == "cpu" and plan.preset.cpu:
             console.print(f"{plan.name} reduces: {plan.preset.cpu.reduces}", highlight=False)
+    check(todo)
     if todo:
-        guess = _duration(seconds_needed(todo))
+        guess = duration(seconds_needed(todo))
         console.print(f"about {guess} for the clients' plain training; generators, teachers and tests come on top")
     if dry_run:
         return
@@ -62,19 +63,7 @@ def reproduce(name: str, scale: str, *, seeds: int, data_dir: str | None, jobs: 
         write_json(stem.with_suffix(".json"), without_nan(saved(plan, numbers)))
         write_atomic(stem.with_suffix(".md"), markdown(plan, numbers, seeds))
         console.print(f"saved: {stem}.json, {stem}.md", highlight=False, soft_wrap=True)
-        draw(plan, stem.with_suffix(".png"))
-
-
-def draw(plan: Plan, out: Path) -> None:
-    """A preset's figure, where it is one of runs alone; else how to draw it."""
-    paths, shows, title = [cell.path for cell in plan.cells], plan.preset.shows, f"{plan.name}: {plan.preset.title}"
-    if shows == "curves":
-        pictures.curves(paths, ["accuracy", "fm"], "std", out, title)
-    elif shows == "bars" and plan.preset.sweep:
-        pictures.bars(paths, next(iter(plan.preset.sweep)), "accuracy", "final", out, title)
-    elif shows != "table":
-        words = " ".join(["fedstill figure", shows, *map(str, paths[:1]), *(["…"] if len(paths) > 1 else [])])
-        console.print(f"to draw it: {words}", highlight=False, soft_wrap=True)
+        draw(plan, numbers, stem.with_suffix(".png"))
 
 
 def checked(scale: str) -> Scale:
@@ -105,7 +94,7 @@ def table(plan: Plan, numbers: Sequence[Entry], seeds: int) -> Table:
     metric = numbers[0].metric
     shown = Table(
         title=f"{plan.name}: {plan.preset.title} · {metric}",
-        caption=f"paper → ours, mean ± standard deviation of {seeds} seeds (difference, wins over FedAvg)",
+        caption=f"{_reading(numbers, seeds)}{_reduced(plan)}",
     )
     places = list(dict.fromkeys(_place(e) for e in numbers))
     shown.add_column("")
@@ -117,10 +106,29 @@ def table(plan: Plan, numbers: Sequence[Entry], seeds: int) -> Table:
     return shown
 
 
+def _reading(numbers: Sequence[Entry], seeds: int) -> str:
+    """How to read a table's cells."""
+    ours = f"ours, mean ± standard deviation of {seeds} seeds" if seeds > 1 else "ours, one seed"
+    notes = [["difference"] * any(e.difference is not None for e in numbers)]
+    notes += [["wins over FedAvg"] * any(e.wins is not None for e in numbers)]
+    said = ", ".join(word for words in notes for word in words)
+    return f"paper → {ours}" + (f" ({said})" if said else "")
+
+
+def _reduced(plan: Plan) -> str:
+    return (
+        f". Not at the paper's scale, but with {plan.preset.cpu.reduces}"
+        if plan.scale == "cpu" and plan.preset.cpu
+        else ""
+    )
+
+
 def cell(entry: Entry) -> str:
     """A number of the paper and ours, in the unit people read."""
-    factor, digits = _unit(entry.metric)
-    paper = "–" if entry.paper is None else f"{factor * entry.paper:.{digits}f}"
+    factor, digits = unit(entry.metric)
+    paper = "–" if entry.paper is None else f"{'> ' * entry.paper_is_less}{factor * entry.paper:.{digits}f}"
+    if entry.paper_std is not None:
+        paper += f" ± {factor * entry.paper_std:.{digits}f}"
     if entry.ours is None:
         return f"{paper} → not in all"
     ours = f"{factor * entry.ours.mean:.{digits}f}"
@@ -131,8 +139,9 @@ def cell(entry: Entry) -> str:
     return f"{paper} → {ours}" + (f" ({', '.join(notes)})" if notes else "")
 
 
-def _unit(metric: str) -> tuple[float, int]:
-    if METRICS[metric][0] in ("rounds_to_target", "server_seconds"):
+def unit(metric: str) -> tuple[float, int]:
+    """What to multiply a number with for reading, and how many digits it then has."""
+    if metric in ("rounds_to_target", "server_seconds", "taught"):
         return 1, 1
     return (1, 4) if metric == "FM" else (100, 2)
 
@@ -143,13 +152,13 @@ def _place(entry: Entry) -> str:
 
 def markdown(plan: Plan, numbers: Sequence[Entry], seeds: int) -> str:
     """The tables of a preset as text."""
-    lines = [f"# {plan.name}: {plan.preset.title}", "", f"{plan.scale} scale, {seeds} seeds."]
+    lines = [f"# {plan.name}: {plan.preset.title}", "", f"{plan.scale} scale."]
     if plan.scale == "cpu" and plan.preset.cpu:
         lines += ["", f"Reduced: {plan.preset.cpu.reduces}."]
     for metric in dict.fromkeys(e.metric for e in numbers):
         chosen = [e for e in numbers if e.metric == metric]
         places = list(dict.fromkeys(_place(e) for e in chosen))
-        lines += ["", f"## {metric}", "", "paper → ours (difference, wins over FedAvg)", ""]
+        lines += ["", f"## {metric}", "", f"{_reading(chosen, seeds)}.", ""]
         lines += ["| | " + " | ".join(places) + " |", "|---" * (len(places) + 1) + "|"]
         for row in dict.fromkeys(e.row for e in chosen):
             at = {_place(e): e for e in chosen if e.row == row}
@@ -172,7 +181,8 @@ def _run(cell: Cell) -> dict[str, Any]:
     return {"path": str(cell.path), "method": cell.config.method, "seed": cell.config.seed}
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds in words."""
     if seconds < 90:
         return f"{seconds:.0f} seconds"
     return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

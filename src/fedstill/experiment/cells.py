@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -16,12 +17,14 @@ from typing import Any
 
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import read_json
+from fedstill.data.dataset import Dataset
 from fedstill.engine.process import die_with_parent
 from fedstill.experiment import api
 from fedstill.experiment.config import FREE, Config, anchored
 from fedstill.experiment.machine import cores, one_thread
 from fedstill.experiment.rundir import Record, RunDirectory
 from fedstill.experiment.runner import Listener
+from fedstill.experiment.setup import load_data, prepare, wanted_size
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +49,9 @@ class Cell:
         return RunDirectory.open(self.path, lock=False).records()
 
     def rounds_done(self) -> int | None:
-        """How many rounds are done already, all of them in a finished run; None: it has not begun.
+        """How many rounds are done already, all of them in a finished run; None: it has not begun, or has to again.
 
-        A directory with a run of other settings is refused.
+        It has to if it does not keep the models that are wanted. A directory with a run of other settings is refused.
         """
         if not (self.path / "config.toml").is_file():
             return None
@@ -58,6 +61,8 @@ class Cell:
                 f"{self.path} exists with other settings ({difference}); choose another --out, or replace it with "
                 "--force"
             )
+        if keeping(there.config(), self.config) != keeping(there.config(), there.config()):
+            return None
         done = max((record["round"] for record in there.records()), default=0)
         return min(done, self.config.rounds - 1) if not (self.path / "summary.json").exists() else self.config.rounds
 
@@ -73,6 +78,30 @@ def other_settings(there: Config, wanted: Config) -> str:
         if name not in IRRELEVANT and theirs[name] != ours[name]:
             return f"{name} is {theirs[name]}, not {ours[name]}"
     return ""
+
+
+def keeping(there: Config, wanted: Config) -> dict[str, Any]:
+    """The settings with which a run keeps the models that either keeps."""
+    return {
+        "save_teachers": there.save_teachers or wanted.save_teachers,
+        "save_models": math.gcd(there.save_models, wanted.save_models),
+    }
+
+
+def check(cells: Sequence[Cell]) -> None:
+    """Find what is wrong with the settings or the data of any run before the first begins."""
+    datasets: dict[tuple[object, ...], Dataset] = {}
+    for config in _but_for_seeds(cells):
+        source = (config.data, config.data_dir, wanted_size(config))
+        if source not in datasets:
+            datasets = {source: load_data(config)}  # one at a time
+        prepare(config, data=datasets[source])
+
+
+def _but_for_seeds(cells: Sequence[Cell]) -> list[Config]:
+    """A configuration for each setting, those with the same data together."""
+    found = {repr(cell.config.model_copy(update={"seed": 0})): cell.config for cell in cells}
+    return sorted(found.values(), key=lambda config: (config.data, str(config.data_dir), wanted_size(config)))
 
 
 class Watcher:
@@ -162,7 +191,10 @@ def _one(cell: Cell, workers: int, pipe: Connection, parent: int) -> None:
     try:
         with one_thread():
             if cell.rounds_done() is None:
-                api.start(cell.config.model_copy(update={"workers": workers}), cell.path, listener=_Tell(tell))
+                update: dict[str, Any] = {"workers": workers}
+                if again := (cell.path / "config.toml").is_file():
+                    update |= keeping(RunDirectory.open(cell.path, lock=False).config(), cell.config)
+                api.start(cell.config.model_copy(update=update), cell.path, force=again, listener=_Tell(tell))
             else:
                 api.resume(cell.path, rounds=cell.config.rounds, listener=_Tell(tell))
     except Exception as error:

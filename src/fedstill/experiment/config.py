@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from fedstill.attacks.attack import AttackKind
 from fedstill.core import custom
 from fedstill.core.errors import SettingError, unknown
-from fedstill.data import augment
+from fedstill.data import augment, sources
 from fedstill.methods import registry
 from fedstill.train.task import BufferPolicy
 
@@ -170,7 +170,7 @@ def anchored(config: Config) -> Config:
         value = getattr(config, name)
         if custom.is_reference(value):
             update[name] = _anchored(value)
-        elif name in ("data", "proxy") and value and Path(value).expanduser().exists():
+        elif name in ("data", "proxy") and value and value not in sources.names() and Path(value).expanduser().exists():
             update[name] = str(Path(value).expanduser().resolve())
     update["region"] = [r.model_copy(update={"method": _anchored(r.method)}) for r in config.region]
     data_dir = config.data_dir or os.environ.get("FEDSTILL_DATA", "")
@@ -293,13 +293,18 @@ def parse_sweeps(words: Sequence[str]) -> list[dict[str, Any]]:
     >>> parse_sweeps(["mu=0.1,1", "q=2"])
     [{'mu': 0.1, 'q': 2}, {'mu': 1, 'q': 2}]
     """
-    axes = []
+    axes: dict[str, list[Any]] = {}
     for word in words:
         key, equals, values = word.partition("=")
         if not key or not equals or not all(values.split(",")):
             raise SettingError(f"--sweep {word}: write it as key=value,value")
-        axes.append([(key, _value(value)) for value in values.split(",")])
-    return [dict(combination) for combination in itertools.product(*axes)]
+        if key in axes:
+            raise SettingError(f"--sweep {word}: {key} is swept already; write all its values in one --sweep")
+        found = [_value(value) for value in values.split(",")]
+        if any(found.count(value) > 1 for value in found):
+            raise SettingError(f"--sweep {word}: a value stands there twice")
+        axes[key] = found
+    return [dict(zip(axes, combination, strict=True)) for combination in itertools.product(*axes.values())]
 
 
 def _value(text: str) -> Any:

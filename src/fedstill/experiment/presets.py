@@ -33,6 +33,10 @@ METRICS: dict[str, tuple[str, bool]] = {
     "local_top1": ("final_local_accuracy", True),
     "rounds_to_target": ("rounds_to_target", False),
     "server_seconds": ("server_seconds", False),
+    # Not the papers' words: how much accuracy changes between evaluations (standard deviation of the changes), and
+    # whether the regions' models taught a student at a meeting (1) or were averaged (0).
+    "roughness": ("roughness", False),
+    "taught": ("taught", False),
 }
 # What a preset has from the one it is like.
 _PASSED_ON = ("match", "settings", "sweep", "row", "cpu")
@@ -205,7 +209,10 @@ def paper_numbers() -> dict[str, Any]:
 
 
 def paper_number(name: str, preset: Preset, row: str, metric: str, at: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the paper prints for a row and a point of the sweep: `value` and `std`, in our units; None: nothing."""
+    """What the paper prints for a row and a point of the sweep: `value` and `std`, in our units; None: nothing.
+
+    Where it is `censored`, the paper only says that it is more than `value`.
+    """
     if not preset.numbers:
         return None
     rows = paper_numbers()[name.partition("/")[0]][preset.numbers]["rows"]
@@ -216,7 +223,8 @@ def paper_number(name: str, preset: Preset, row: str, metric: str, at: Mapping[s
         if all(_printed(number[key]) == value for key, value in wanted.items() if key in number):
             factor = {"%": 0.01}.get(number["unit"], 1.0) * number.get("scale", 1.0)
             std = number["std"]
-            return {"value": factor * number["value"], "std": None if std is None else factor * std}
+            value, std = factor * number["value"], None if std is None else factor * std
+            return {"value": value, "std": std, "censored": bool(number.get("censored"))}
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -38,13 +38,15 @@ class Entry:
     at: dict[str, Any]
     paper: float | None
     paper_std: float | None
+    paper_is_less: bool  # it only says that its number is larger than this
     ours: Spread | None  # None: a seed did not get there
     values: list[float | None]  # one a seed
     wins: int | None  # seeds on which the row is better than FedAvg's
 
     @property
     def difference(self) -> float | None:
-        return None if self.ours is None or self.paper is None else self.ours.mean - self.paper
+        known = self.ours is not None and self.paper is not None and not self.paper_is_less
+        return self.ours.mean - self.paper if known else None  # type: ignore[union-attr, operator]
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ def plans(name: str, scale: Scale, seeds: int, root: Path, **given: Any) -> list
     if preset.parts:
         return [plan for part in preset.parts for plan in plans(part, scale, seeds, root, **given)]
     runs = []
+    if preset.shows == "bubbles":  # who holds what is known without training
+        seeds = 0
     for point in presets.points(preset, scale, **given):
         configs = [point.config.model_copy(update={"seed": point.config.seed + s}) for s in range(seeds)]
         if preset.reteach:  # the sweep needs no runs of its own
@@ -139,14 +143,15 @@ def _seconds_a_round(config: Config) -> float:
 def entries(plan: Plan) -> list[Entry]:
     """Every number of a preset whose runs are finished."""
     if plan.preset.reteach:
-        return list(_retaught(plan))
+        every = range(len(plan.runs[0][1]))
+        return [_entry(plan, row, "top1", at, values, None) for row, at, values in retaught(plan, every)]
     found: dict[tuple[str, str, str], list[float | None]] = {}
     listed = []
     for point, cells in plan.runs:
         for metric in plan.preset.metrics:
             for further in _further(plan.preset, metric):
                 at = point.at | further
-                values = [_value(cell, point.model, metric, at) for cell in cells]
+                values = [number(cell, point.model, metric, at) for cell in cells]
                 found[point.row, metric, json.dumps(at)] = values
                 listed.append((point.row, metric, at, values))
     result = []
@@ -172,7 +177,8 @@ def _entry(
         pairs = [(a, b) for a, b in zip(values, baseline, strict=True) if a is not None and b is not None]
         wins = sum(sign * a > sign * b for a, b in pairs) if len(pairs) == len(values) else None
     ours = spread(known) if len(known) == len(values) else None
-    return Entry(row, metric, at, paper.get("value"), paper.get("std"), ours, values, wins)
+    censored = paper.get("censored", False)
+    return Entry(row, metric, at, paper.get("value"), paper.get("std"), censored, ours, values, wins)
 
 
 def _further(preset: Preset, metric: str) -> list[dict[str, Any]]:
@@ -185,22 +191,49 @@ def _further(preset: Preset, metric: str) -> list[dict[str, Any]]:
     return [{}]
 
 
-def _value(cell: Cell, model: str, metric: str, at: Mapping[str, Any]) -> float | None:
-    """A number of one run."""
-    if metric == "rounds_to_target":
-        target = at["target_acc"] / 100 if "target_acc" in at else at["target_percent"] / 100 * _best(cell, model)
-        return to_target(cell.records(), target, model)["rounds_to_target"]
-    if metric == "server_seconds":
-        told = [r.get("episode") or r.get("server") or {} for r in cell.records()]
-        return float(sum(t.get("server_seconds", 0.0) for t in told))
-    if metric == "top1_at_round":
-        scored = [r for r in cell.records() if r["round"] == at["round"]]
-        record: Record = scored[0] if scored else {}
-        return _number((record.get("also", {}).get(model, {}) if model else record).get("accuracy"))
+def number(cell: Cell, model: str, metric: str, at: Mapping[str, Any]) -> float | None:
+    """A number of one run: of the model, or of another that it evaluates."""
+    if metric in _BY_ROUND:
+        return _BY_ROUND[metric](cell, model, at)
     if model == "student" or model.startswith("region "):
         return _of_meeting(cell.records(), model)
     summary = cell.summary()
     return _number((summary["also"][model] if model else summary).get(METRICS[metric][0]))
+
+
+def _rounds_to_target(cell: Cell, model: str, at: Mapping[str, Any]) -> float | None:
+    target = at["target_acc"] / 100 if "target_acc" in at else at["target_percent"] / 100 * _best(cell, model)
+    return to_target(cell.records(), target, model)["rounds_to_target"]
+
+
+def _server_seconds(cell: Cell, _model: str, _at: Mapping[str, Any]) -> float:
+    told = [r.get("episode") or r.get("server") or {} for r in cell.records()]
+    return float(sum(t.get("server_seconds", 0.0) for t in told))
+
+
+def _accuracies(cell: Cell, model: str) -> dict[int, float]:
+    """By round, of those that were evaluated."""
+    told = {r["round"]: (r.get("also", {}).get(model, {}) if model else r).get("accuracy") for r in cell.records()}
+    return {round_: float(value) for round_, value in told.items() if value is not None}
+
+
+def _roughness(cell: Cell, model: str, _at: Mapping[str, Any]) -> float:
+    return float(np.std(np.diff(list(_accuracies(cell, model).values())), ddof=1))
+
+
+def _taught(cell: Cell, _model: str, at: Mapping[str, Any]) -> float | None:
+    stages = {r["episode"]["number"]: r["episode"]["stage"] for r in cell.records() if "episode" in r}
+    return float(stages[at["episode"]] != "average") if at["episode"] in stages else None
+
+
+# Metrics that are read from a run's rounds; the others are in its summary.
+_BY_ROUND: dict[str, Callable[[Cell, str, Mapping[str, Any]], float | None]] = {
+    "rounds_to_target": _rounds_to_target,
+    "server_seconds": _server_seconds,
+    "top1_at_round": lambda cell, model, at: _accuracies(cell, model).get(at["round"]),
+    "roughness": _roughness,
+    "taught": _taught,
+}
 
 
 def _best(cell: Cell, model: str) -> float:
@@ -227,18 +260,18 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _retaught(plan: Plan) -> Iterator[Entry]:
-    """Students taught at every point of the sweep from the same teachers, and those teachers."""
+def retaught(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[str, dict[str, Any], list[float | None]]]:
+    """Accuracies of students taught at every point of the sweep from the same teachers, and of those teachers."""
     points = [point for point, _ in plan.runs]
     students: list[list[float | None]] = [[] for _ in points]
     teachers: dict[str, list[float | None]] = {}
-    for cell in plan.runs[0][1]:
-        saved = SavedEpisode(cell.path)
-        for number, model in enumerate(saved.teachers.values(), 1):
-            teachers.setdefault(f"Teacher {number}", []).append(saved.accuracy(model))
+    for seed in seeds:
+        saved = SavedEpisode(plan.runs[0][1][seed].path)
+        for n, model in enumerate(saved.teachers.values(), 1):
+            teachers.setdefault(f"Teacher {n}", []).append(saved.accuracy(model))
         for values, lesson in zip(students, saved.teach([point.config.hyper for point in points]), strict=True):
             values.append(lesson.accuracy)
     for point, values in zip(points, students, strict=True):
         for teacher, accuracies in teachers.items():
-            yield _entry(plan, teacher, "top1", point.at, accuracies, None)
-        yield _entry(plan, point.row, "top1", point.at, values, None)
+            yield teacher, point.at, accuracies
+        yield point.row, point.at, values

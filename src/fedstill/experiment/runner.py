@@ -119,7 +119,8 @@ class Run:
         summary = summarise(config, self.records, self._last)
         summary |= {"parameters": setup.task.size, "versions": versions()}
         if self.setup.method.concludes and evaluation is not None:
-            summary["concluded"] = without_nan(evaluation.record())
+            last = {f"final_{name}": value for name, value in without_nan(evaluation.record()).items()}
+            summary["also"] = {"after the last exchange": last, **summary.get("also", {})}
         self._write_results(summary, evaluation)
         log.info("finished")
         return summary

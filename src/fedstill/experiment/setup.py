@@ -20,7 +20,7 @@ from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation, federate
 from fedstill.data.proxy import balanced, check_stands_in, match_channels
 from fedstill.experiment.config import Config, RegionSettings, is_object
-from fedstill.experiment.regions import Hierarchy, Region, assign
+from fedstill.experiment.regions import Hierarchy, Region, assign, cohort_size
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.models import as_classifier, build, image_size
@@ -91,7 +91,9 @@ def arrange(config: Config, task: Task, federation: Federation, method: Method) 
         raise SettingError(f"regions = {config.regions}, but there are {len(tables)} [[region]] tables")
     if config.flat:
         everyone = Region(0, "", np.arange(clients), method, task, config.participation)
-        return Hierarchy((everyone,), late=config.late_clients, late_from=config.late_from)
+        hierarchy = Hierarchy((everyone,), late=config.late_clients, late_from=config.late_from)
+        _check_attendance(hierarchy, config, federation)
+        return hierarchy
     if config.rounds % config.rounds_per_episode:
         raise SettingError(
             f"rounds = {config.rounds} is not a whole number of episodes; rounds_per_episode is "
@@ -165,8 +167,16 @@ def _check_attendance(hierarchy: Hierarchy, config: Config, federation: Federati
         if not present:
             raise SettingError(f"region: no region is there in round {round_}")
         for region, members in present:
+            where = f"{region.name}: " if region.name else ""
             if not federation.sizes[members].any():
-                raise SettingError(f"{region.name}: none of its clients has data in round {round_}")
+                raise SettingError(f"{where}none of the clients has data in round {round_}")
+            count = cohort_size(federation.sizes, members, region.participation)
+            for part in region.method.parts():
+                if count < part.fewest_clients:
+                    raise SettingError(
+                        f"{where}{part.name} asks for at least {part.fewest_clients} clients a round, and round "
+                        f"{round_} has {count}; raise participation"
+                    )
 
 
 def attack_of(config: Config, federation: Federation, hierarchy: Hierarchy) -> Attack:

@@ -167,6 +167,11 @@ class Method:
         """Refuse, with a SettingError, a task that the method cannot do."""
 
     @property
+    def fewest_clients(self) -> int:
+        """How many clients a round needs."""
+        return 1
+
+    @property
     def averages_all_clients(self) -> bool:
         """Whether the model is already the mean of every client's latest one, active or not."""
         return False

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import math
 from collections import Counter
+from functools import cache
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -122,7 +123,7 @@ def hyper_parameters(name: str) -> list[HyperParameter]:
 
 
 def _by_part(parts: list[type[Method]]) -> list[list[HyperParameter]]:
-    plain = [_own(part) for part in parts]
+    plain = [_own(part) for part in parts]  # type: ignore[arg-type]  # mypy means instances
     often = Counter(parameter.name for own in plain for parameter in own)
     return [
         [dataclasses.replace(p, name=f"{part.name or part.__name__}.{p.name}") if often[p.name] > 1 else p for p in own]
@@ -130,7 +131,8 @@ def _by_part(parts: list[type[Method]]) -> list[list[HyperParameter]]:
     ]
 
 
-def _own(method: type[Method]) -> list[HyperParameter]:
+@cache
+def _own(method: type[Method]) -> tuple[HyperParameter, ...]:
     hints = get_type_hints(method, include_extras=True)
     found = []
     for field in dataclasses.fields(method):
@@ -138,7 +140,7 @@ def _own(method: type[Method]) -> list[HyperParameter]:
             continue
         notes = [m for m in getattr(hints[field.name], "__metadata__", ()) if isinstance(m, str)]
         found.append(HyperParameter(field.name.rstrip("_"), field.name, field.default, notes[0] if notes else ""))
-    return found
+    return tuple(found)
 
 
 def make(name: str, settings: dict[str, Any] | None = None) -> Method:

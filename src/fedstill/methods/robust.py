@@ -128,13 +128,9 @@ class Krum(Robust):
 
     byzantine: Annotated[int, Ge(0), "f, how many clients of a round may be malicious"] = 1
 
-    def start(self, server: Server) -> None:
-        able, needed = int(np.count_nonzero(server.sizes)), 2 * self.byzantine + 3
-        if able < needed:
-            raise SettingError(
-                f"byzantine = {self.byzantine}: {self.name} needs at least {needed} clients with data, there are {able}"
-            )
-        super().start(server)
+    @property
+    def fewest_clients(self) -> int:
+        return 2 * self.byzantine + 3
 
     def defended(self, server: Server, uplinks: list[Uplink]) -> list[Uplink]:
         n = len(uplinks)

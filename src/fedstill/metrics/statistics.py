@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-from scipy.stats import bootstrap
+from scipy.stats import bootstrap, t
 
 RESAMPLES = 9999
 CONFIDENCE = 0.95
+ENOUGH = 5  # seeds; a bootstrap of fewer misses the mean more often than one time in four
 
 
 @dataclass(frozen=True)
@@ -35,23 +37,29 @@ class Paired:
     """By how much one method exceeds another on the same seeds."""
 
     mean: float
-    low: float  # of the bootstrap confidence interval of the mean
+    low: float  # of the confidence interval of the mean
     high: float
     wins: int  # seeds on which it is larger
     n: int
 
 
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> Paired:
-    """The differences of two rows of numbers, seed by seed, with a 95 % percentile bootstrap of their mean.
+def paired(
+    ours: Sequence[float], theirs: Sequence[float], *, interval: Literal["bootstrap", "student"] = "bootstrap"
+) -> Paired:
+    """The differences of two rows of numbers, seed by seed, with a 95 % confidence interval of their mean.
 
-    A single seed has no interval (NaN); with few seeds it is too narrow, as every bootstrap is.
+    A percentile bootstrap, which takes nothing for granted but is too narrow for few seeds (five: about 86 %) and is
+    left out (NaN) for fewer than five; or Student's, which takes the differences for normal and asks for two.
 
     >>> paired([0.7, 0.8], [0.6, 0.7]).wins
     2
     """
     d = np.asarray(ours, float) - np.asarray(theirs, float)
     low = high = float("nan")
-    if len(d) > 1:
+    if interval == "student" and len(d) > 1:
+        half = float(t.ppf((1 + CONFIDENCE) / 2, len(d) - 1) * d.std(ddof=1) / len(d) ** 0.5)
+        low, high = float(d.mean()) - half, float(d.mean()) + half
+    elif interval == "bootstrap" and len(d) >= ENOUGH:
         found = bootstrap(
             (d,), np.mean, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", rng=0
         ).confidence_interval

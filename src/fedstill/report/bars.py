@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedstill.metrics.statistics import spread
 from fedstill.report import style
 
-NUMBERED = 16  # bars up to which each shows its number
+NUMBERED = 16  # bars of a panel up to which each shows its number
+WIDEST = 14.0  # inches
+Series = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 def bars(
-    series: Mapping[str, Mapping[str, Sequence[float]]],
+    series: Series,
     path: style.Target,
     *,
     by: str,
@@ -23,12 +26,42 @@ def bars(
     title: str = "",
 ) -> Figure:
     """Draw groups of bars: for each series and each value of the setting `by`, the numbers of all seeds."""
-    places = list(dict.fromkeys(place for numbers in series.values() for place in numbers))
-    count = sum(map(len, series.values()))
+    return swept_bars({"": series}, path, by=by, metric=metric, which=which, title=title)
+
+
+def swept_bars(
+    panels: Mapping[str, Series], path: style.Target, *, by: str, metric: str, which: str = "final", title: str = ""
+) -> Figure:
+    """Draw such groups in each of several named panels, of the same series."""
+    most = max(len(series) * len(_places(series)) for series in panels.values())
+    width = float(np.clip(2.2 + 0.5 * most, 5, WIDEST))
+    columns = min(len(panels), int(WIDEST // width))
+    figure = style.begin(width * columns, 3.6 * -(-len(panels) // columns) + 0.3, title)
+    drawn = style.grid(figure, len(panels), columns)
+    for panel, (name, series) in zip(drawn, panels.items(), strict=True):
+        _bars(panel, series, share=metric in style.SHARES)
+        panel.set_title(name, fontsize=10)
+        panel.set_xlabel(by)
+        panel.set_ylabel(f"{which} {style.label(metric)}".strip())
+    top = max(panel.get_ylim()[1] for panel in drawn)
+    for panel in drawn:
+        panel.set_ylim(top=top)
+    seeds = max(len(values) for series in panels.values() for numbers in series.values() for values in numbers.values())
+    note = "error bars: ± one standard deviation over seeds" if seeds > 1 else None
+    handles, names = drawn[0].get_legend_handles_labels()
+    listed = style.side_by_side(names, width * columns)
+    figure.legend(handles, names, loc="outside lower left", ncols=listed, frameon=False, fontsize=9, title=note,
+                  title_fontsize=8, alignment="left")  # fmt: skip
+    return style.save(figure, path)
+
+
+def _places(series: Series) -> list[str]:
+    return list(dict.fromkeys(place for numbers in series.values() for place in numbers))
+
+
+def _bars(panel: Axes, series: Series, *, share: bool) -> None:
+    places, count = _places(series), sum(map(len, series.values()))
     width = 0.84 / len(series)
-    figure = style.begin(float(np.clip(2.2 + 0.5 * len(places) * len(series), 5, 14)), 3.9, title)
-    panel = figure.subplots()
-    share = metric in style.SHARES
     for i, (name, numbers) in enumerate(series.items()):
         here = [place for place in places if place in numbers]
         summed = [spread(numbers[place]) for place in here]
@@ -48,15 +81,8 @@ def bars(
                 ha="center", va="bottom", fontsize=7.5,
             )  # fmt: skip
     panel.set_xticks(range(len(places)), places, rotation=0 if max(map(len, places)) < 12 else 20)
-    panel.set_xlabel(by)
-    panel.set_ylabel(f"{which} {style.label(metric)}")
     style.plain(panel)
     panel.grid(visible=False, axis="x")
     panel.margins(y=0.12)
     if share:
         style.in_per_cent(panel.yaxis)
-    seeds = max(len(values) for numbers in series.values() for values in numbers.values())
-    note = "error bars: ± one standard deviation over seeds" if seeds > 1 else None
-    figure.legend(loc="outside lower left", ncols=min(4, len(series)), frameon=False, fontsize=9, title=note,
-                  title_fontsize=8, alignment="left")  # fmt: skip
-    return style.save(figure, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
 
@@ -48,38 +49,51 @@ def table(federation: Federation) -> list[Row]:
 
 def bubbles(federation: Federation, path: str | style.Target, title: str | None = None) -> Figure:
     """Draw clients by classes; the area of a bubble is the number of training samples."""
-    counts = federation.class_counts(MOST_CLIENTS)  # (clients, classes)
-    clients, classes = counts.shape
+    return swept_bubbles({"": federation}, path, title)
+
+
+def swept_bubbles(federations: Mapping[str, Federation], path: str | style.Target, title: str | None = None) -> Figure:
+    """Draw the same clients and classes divided in several named ways, one below the other on the same scale."""
+    federation, *_ = federations.values()
+    held = [each.class_counts(MOST_CLIENTS) for each in federations.values()]  # (clients, classes) each
+    clients, classes = held[0].shape
     text = title or f"{federation.dataset.name}: training samples by client and class"
     if federation.clients > clients:
         text += f"\n(the first {clients} of {federation.clients:,} clients)"
 
-    cell = float(np.clip(8 / max(clients, classes), 0.17, 0.45))  # inches
+    cell = float(np.clip((8 if len(held) == 1 else 6) / max(clients, classes), 0.17, 0.45))  # inches
     names = federation.dataset.classes
     left = 0.75 + 0.085 * max(map(len, names), default=1)
-    right, below, above = 1.6, 0.65, 0.55 + 0.2 * text.count("\n")
+    right, below, above = 1.6, 0.65, 0.55 + 0.2 * text.count("\n") + (0.25 if any(federations) else 0)
+    between = 0.6
     inner_width, inner_height = max(cell * clients, 3.0), max(cell * classes, 2.0)
-    width, height = left + inner_width + right, below + inner_height + above
+    step = inner_height + between
+    width, height = left + inner_width + right, below + step * len(held) - between + above
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
-    axes = figure.add_axes((left / width, below / height, inner_width / width, inner_height / height))
 
-    most = max(int(counts.max(initial=0)), 1)
+    most = max(*(int(counts.max(initial=0)) for counts in held), 1)
     diameter = 0.95 * POINTS_PER_INCH * min(inner_width / clients, inner_height / classes, 0.45)
-    client, label = np.nonzero(counts)
-    # At least a dot of one point, or a class of few samples would look like one that is not held.
-    area = np.maximum(diameter**2 * counts[client, label] / most, 1.0)
-    axes.scatter(client, label, s=area, color="#3b6ea5", edgecolors="black", linewidths=0.4, zorder=2)
+    panels = []
+    for i, (name, counts) in enumerate(zip(federations, held, strict=True)):
+        bottom = below + step * (len(held) - 1 - i)
+        axes = figure.add_axes((left / width, bottom / height, inner_width / width, inner_height / height))
+        panels.append(axes)
+        client, label = np.nonzero(counts)
+        # At least a dot of one point, or a class of few samples would look like one that is not held.
+        area = np.maximum(diameter**2 * counts[client, label] / most, 1.0)
+        axes.scatter(client, label, s=area, color="#3b6ea5", edgecolors="black", linewidths=0.4, zorder=2)
 
-    axes.set_xlim(-0.6, clients - 0.4)
-    axes.set_ylim(classes - 0.4, -0.6)
-    axes.set_xticks(np.arange(0, clients, max(1, round(0.3 * clients / inner_width))))
-    axes.set_yticks(np.arange(classes), names, fontsize=8 if cell > 0.2 else 7)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.grid(color="0.9", linewidth=0.5, zorder=0)
-    axes.set_axisbelow(True)
-    axes.set_xlabel("client")
-    axes.set_ylabel("class")
+        axes.set_xlim(-0.6, clients - 0.4)
+        axes.set_ylim(classes - 0.4, -0.6)
+        axes.set_xticks(np.arange(0, clients, max(1, round(0.3 * clients / inner_width))))
+        axes.set_yticks(np.arange(classes), names, fontsize=8 if cell > 0.2 else 7)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.grid(color="0.9", linewidth=0.5, zorder=0)
+        axes.set_axisbelow(True)
+        axes.set_title(name, fontsize=10)
+        axes.set_ylabel("class")
+    panels[-1].set_xlabel("client")
     figure.suptitle(text, x=(left + inner_width / 2) / width, y=1 - 0.2 / height, va="top", fontsize=11)
 
     handles = [
@@ -96,7 +110,7 @@ def bubbles(federation: Federation, path: str | style.Target, title: str | None 
         )
         for size in _legend_sizes(most)
     ]
-    axes.legend(
+    panels[0].legend(
         handles=handles,
         title="samples",
         fontsize=FONT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from fedstill.report.runs import look_up
 
 Records = Sequence[Mapping[str, Any]]
 Band = Literal["std", "range"]
+COLUMNS = 3
 BANDS: dict[str, str] = {"std": "± one standard deviation", "range": "from the smallest to the largest"}
 
 
@@ -40,12 +42,33 @@ def seed_curves(
     title: str = "",
 ) -> Figure:
     """Draw the mean of each group of runs, given by name as the records of each seed, and a band around it."""
-    legend = len(groups) > 6 or max(map(len, groups), default=0) > 25  # too much to cover curves with
-    figure = style.begin(5.2 * len(metrics), 3.8 + (0.22 * len(groups) if legend else 0), title)
-    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
-    for panel, metric in zip(panels, metrics, strict=True):
-        for i, (name, records) in enumerate(groups.items()):
-            _line(panel, name, records, metric, band, i)
+    return swept_curves({"": groups}, path, metrics=metrics, band=band, log=log, title=title)
+
+
+def swept_curves(
+    places: Mapping[str, Mapping[str, Sequence[Records]]],
+    path: style.Target,
+    *,
+    metrics: Sequence[str] = ("accuracy", "fm"),
+    band: Band = "std",
+    log: bool = False,
+    title: str = "",
+) -> Figure:
+    """Draw such groups at each of several named places: a panel for each, or a row of panels, one a metric."""
+    names = list(dict.fromkeys(name for groups in places.values() for name in groups))
+    # Too much to cover curves with.
+    legend = len(places) > 1 or len(names) > 4 or max(map(len, names), default=0) > 25
+    columns = len(metrics) if len(metrics) > 1 else min(COLUMNS, len(places))
+    lines = -(-len(places) * len(metrics) // columns)
+    width, height = (5.2, 3.8) if len(places) == 1 else (4.2, 3.2)
+    listed = style.side_by_side(names, width * columns)
+    below = 0.22 * -(-len(names) // listed) if legend else 0
+    figure = style.begin(width * columns, height * lines + below, title)
+    panels = style.grid(figure, len(places) * len(metrics), columns)
+    for panel, ((place, groups), metric) in zip(panels, product(places.items(), metrics), strict=True):
+        for name, records in groups.items():
+            _line(panel, name, records, metric, band, names.index(name))
+        panel.set_title(place, fontsize=10)
         panel.set_xlabel("round")
         panel.set_ylabel(style.label(metric))
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -56,12 +79,12 @@ def seed_curves(
         elif metric.rpartition(".")[2] in style.SHARES:
             style.in_per_cent(panel.yaxis)
             panel.set_ylim(bottom=0)
-    several = any(len(records) > 1 for records in groups.values())
+    several = any(len(records) > 1 for groups in places.values() for records in groups.values())
     note = f"lines: mean over seeds; bands: {BANDS[band]}" if several else None
     look: dict[str, Any] = {"frameon": False, "fontsize": 9, "title": note, "title_fontsize": 8, "alignment": "left"}
     if legend:
-        handles, names = panels[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower left", **look)
+        drawn = {n: handle for p in panels for handle, n in zip(*p.get_legend_handles_labels(), strict=True)}
+        figure.legend([drawn[n] for n in names], names, loc="outside lower left", ncols=listed, **look)
     else:
         panels[0].legend(**look)
     return style.save(figure, path)

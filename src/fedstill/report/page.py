@@ -176,9 +176,6 @@ def _variants(summaries: Sequence[Record]) -> dict[str, list[Record]]:
     """Further models of the same runs, by name, where every seed has them."""
     found: dict[str, list[Record]] = {}
     for summary in summaries:
-        if concluded := summary.get("concluded"):
-            numbers = {f"final_{name}": number for name, number in concluded.items()}
-            found.setdefault("after the last exchange", []).append(numbers)
         for name, numbers in summary.get("also", {}).items():
             found.setdefault(name, []).append(numbers)
     return {name: each for name, each in found.items() if len(each) == len(summaries)}

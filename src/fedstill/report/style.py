@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -69,6 +70,13 @@ def begin(width: float, height: float, title: str = "") -> Figure:
 def wrapped(text: str, width: float) -> str:
     """Text broken into lines that fit a width in inches at 11 points."""
     return "\n".join(textwrap.wrap(text, max(20, round(11.5 * width)), break_long_words=False))
+
+
+def side_by_side(names: Sequence[str], width: float) -> int:
+    """How many names of a legend share a line of a width in inches, if lines are of about the same length."""
+    fit = max(1, int(width / (0.7 + 0.085 * max(map(len, names), default=1))))
+    lines = max(1, -(-len(names) // fit))
+    return max(1, -(-len(names) // lines))
 
 
 def grid(figure: Figure, count: int, columns: int) -> list[Axes]:

@@ -1,0 +1,171 @@
+"""What `fedstill claims` does: run what the papers' claims rest on, and write what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from fedstill.cli.commands import console
+from fedstill.cli.presets import duration, unit
+from fedstill.cli.progress import AllRuns
+from fedstill.core.errors import SettingError
+from fedstill.core.files import read_json, write_atomic, write_json
+from fedstill.experiment.cells import carry_out, check
+from fedstill.experiment.claims import Evidence, claims, saved
+from fedstill.experiment.reproduce import seconds_needed
+from fedstill.experiment.rundir import without_nan
+from fedstill.metrics.statistics import ENOUGH
+
+Saved = dict[str, Any]
+
+
+def carry_on(
+    *, seeds: int, data_dir: str | None, jobs: int, out: Path, page: Path | None, finished: bool, dry_run: bool
+) -> None:
+    """Run what is not finished, unless only `finished` runs are to count, and write the page."""
+    evidence = Evidence(seeds, out / "cells", **({"data_dir": data_dir} if data_dir else {}))
+    every = [cell for claim in claims() for check in claim.check for cell in evidence.cells(check)]
+    cells = list({cell.path: cell for cell in every}.values())
+    todo = [cell for cell in cells if not cell.finished]
+    console.print(
+        f"{len(claims())} claims, {seeds} seeds: {len(cells)} runs, {len(cells) - len(todo)} done", style="bold"
+    )
+    if todo and not finished:
+        check(todo)
+        guess = duration(seconds_needed(todo))
+        console.print(f"about {guess} for the clients' plain training; generators, teachers and tests come on top")
+    if dry_run:
+        return
+    if not finished:
+        with AllRuns(console, cells) as display:
+            carry_out(cells, jobs=jobs, watcher=display)
+    elif len(todo) == len(cells):
+        raise SettingError(f"no run in {out / 'cells'} is finished")
+    found = without_nan(saved(evidence))
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "claims.json", found)
+    say(found, out / "claims.json", page or out / "claims.md")
+
+
+def show(source: Path, page: Path | None) -> None:
+    """Write the page of results that were saved before."""
+    try:
+        found: Saved = read_json(source)
+        say(found, source, page)
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise SettingError(f"{source} is not what 'fedstill claims' saves: {error!r}") from error
+
+
+def say(found: Saved, source: Path, page: Path | None) -> None:
+    listing = Table(title="The papers' claims", caption="difference: mean and 95 % confidence interval of paired seeds")
+    for column in ("", "difference", "seeds", "verdict"):
+        listing.add_column(column, overflow="fold", justify="left" if column in ("", "verdict") else "right")
+    for number, claim in enumerate(found["claims"], 1):
+        listing.add_section()
+        listing.add_row(f"[bold]{number}. {claim['title']}[/bold]", "", "", tally(claim))
+        for told in claim["checks"]:
+            listing.add_row(f"   {told['check']['says']}", difference(told), seeds_for(told), told["verdict"])
+    console.print(listing)
+    if page:
+        write_atomic(page, markdown(found))
+        console.print(f"saved: {page}, from {source}", highlight=False, soft_wrap=True)
+
+
+def tally(claim: Saved) -> str:
+    """A claim's verdicts in words."""
+    counted = Counter(told["verdict"] for told in claim["checks"])
+    judged = sum(n for said, n in counted.items() if said != "open")
+    if counted["confirmed"] == judged:
+        return "confirmed"
+    said = ("confirmed", "contradicted", "not seen at this scale", "too few seeds", "not run")
+    return ", ".join(f"{counted[v]} {v}" for v in said if counted[v]) + f" of {judged}"
+
+
+def difference(told: Saved) -> str:
+    """A mean and its interval, in the unit people read."""
+    d = told.get("difference")
+    return "" if d is None else f"{_in_unit(told, d['mean'])} {_interval(told, d)}".strip()
+
+
+def seeds_for(told: Saved) -> str:
+    """On how many seeds the sign is the one expected."""
+    d = told.get("difference")
+    if d is None:
+        return ""
+    lower = told["check"]["expect"] == "lower"
+    ours = sum((a < b if lower else a > b) for a, b in zip(told["of"], told["than"], strict=True))
+    return f"{ours}/{d['n']}" + (" lower" if lower else " higher")
+
+
+def _in_unit(told: Saved, value: float, sign: str = "+") -> str:
+    factor, digits = unit(told["check"]["metric"])
+    return f"{factor * value:{sign}.{digits}f}"
+
+
+def _interval(told: Saved, d: Saved) -> str:
+    if d.get("low") is None:
+        return ""
+    return f"[{_in_unit(told, d['low'])}, {_in_unit(told, d['high'])}]"
+
+
+HEAD = """\
+# What the papers claim, and what our runs show
+
+`fedstill claims` writes this page; nothing in it is written by hand. Each number comes from a run directory of a preset
+at its cpu scale, which two cores can do, so that sizes, networks and some datasets are smaller than the papers' (see
+the end). To carry it all out again, or further:
+
+    fedstill claims --seeds 5 --data-dir DATA
+
+A check compares two rows of a preset on the same seeds: same partition, same schedule of clients, same initial weights.
+The interval is the 95 % confidence interval of the mean paired difference (Student's). **Confirmed**: it lies on the
+side that the paper says. **Contradicted**: on the other. **Not seen at this scale**: it has zero in it. Fewer than
+{enough} seeds are not judged; open questions are measured and not judged. Settings are the papers', nothing was tuned,
+and "final" is the mean of the last five evaluations. Accuracies are in percent; roughness is the standard deviation of
+the change from one evaluation to the next.
+"""
+
+
+def markdown(found: Saved) -> str:
+    """The page."""
+    lines = [HEAD.format(enough=ENOUGH), "| | claim | verdict |", "|---|---|---|"]
+    for number, claim in enumerate(found["claims"], 1):
+        lines.append(f"| {number} | {claim['title']} | {tally(claim)} |")
+    for number, claim in enumerate(found["claims"], 1):
+        lines += [
+            "",
+            f"## {number}. {claim['title']}",
+            "",
+            f"Claimed in: {claim['paper']}. **{_capital(tally(claim))}.**",
+        ]
+        lines += ["", "| check | preset | in | ours | against | difference | seeds | paper | verdict |"]
+        lines.append("|---|---|---|--:|--:|--:|--:|--:|---|")
+        lines += [_line(told) for told in claim["checks"]]
+    lines += ["", "## The runs", "", "What each preset reduces, and its settings at the cpu scale:", ""]
+    for name, preset in found["presets"].items():
+        settings = ", ".join(f"{key} {value}" for key, value in preset["settings"].items())
+        lines.append(f"- `{name}` ({preset['title']}). Reduced: {preset['reduces']}. Settings: {settings}.")
+    runs = {run for claim in found["claims"] for told in claim["checks"] for run in told["runs"]}
+    versions = "; ".join(", ".join(f"{k} {v}" for k, v in json.loads(each).items()) for each in found["versions"])
+    lines += ["", f"{len(runs)} runs. Versions: {versions}.", ""]
+    return "\n".join(lines)
+
+
+def _line(told: Saved) -> str:
+    check = told["check"]
+    cells = [check["says"], f"`{check['preset']}`", check["metric"]]
+    if "difference" in told:
+        means = [_in_unit(told, sum(told[side]) / len(told[side]), "") for side in ("of", "than")]
+        paper = _in_unit(told, told["paper"]) if "paper" in told else "–"
+        cells += [*means, difference(told), seeds_for(told), paper]
+    else:
+        cells += [""] * 5
+    return "| " + " | ".join([*cells, told["verdict"]]) + " |"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

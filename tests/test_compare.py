@@ -17,7 +17,7 @@ import fedstill
 from fedstill.experiment import cells as cells_module
 from fedstill.experiment.cells import Cell, Watcher, carry_out
 from fedstill.experiment.comparison import Row, to_target
-from fedstill.experiment.config import Config, parse_sweeps, resolve
+from fedstill.experiment.config import Config, anchored, parse_sweeps, resolve
 from fedstill.experiment.runner import Listener
 from fedstill.metrics.statistics import paired, spread
 
@@ -209,3 +209,39 @@ def test_a_difference_is_positive_where_the_row_is_better(tmp_path: Path) -> Non
     assert less.mean == pytest.approx(0.2)
     assert worse.mean == pytest.approx(-0.1)
     assert fair.spread("final_amp") is None
+
+
+def test_what_ccvr_gains_after_the_last_round_is_in_the_comparison(tmp_path: Path) -> None:
+    words = ["compare", "fedavg", "fedavg+ccvr", *flags(tmp_path), "--alpha", "0.5"]
+    shown = command(*words).out
+    assert "after the last exchange" in shown
+    rows = json.loads((tmp_path / "comparison.json").read_text())
+    plain, calibrated = rows[0], next(row for row in rows if row["model"] == "after the last exchange")
+    assert calibrated["final_accuracy"]["values"] != plain["final_accuracy"]["values"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--sweep", "seed=1,2"], "--seeds N"),
+        (["--sweep", "method=fedprox"], "name the methods"),
+        (["--sweep", "alpha=0.1", "--sweep", "alpha=0.3"], "alpha is swept already"),
+        (["--sweep", "alpha=1,1.0"], "a value stands there twice"),
+        (["--sweep", "proxy=cinic10"], "cinic10"),
+    ],
+)
+def test_a_sweep_that_would_mislead_is_refused_before_any_run(tmp_path: Path, words: list[str], reason: str) -> None:
+    result = command("compare", "feddf", *flags(tmp_path / "out"), *words)
+    assert result.code != 0
+    assert reason in " ".join(result.err.split())
+    assert not list(tmp_path.rglob("config.toml"))
+
+
+def test_a_folder_with_the_name_of_a_dataset_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fashion-mini").mkdir()
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert anchored(config(data="fashion-mini")).data == "fashion-mini"
+    assert anchored(config(data="mine")).data == str(tmp_path / "mine")

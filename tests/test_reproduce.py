@@ -116,3 +116,25 @@ def test_a_sweep_over_saved_teachers_takes_one_run_a_seed(tmp_path: Path, monkey
     own = [cell.summary()["best_accuracy"] for cell in plan.cells]
     assert found["G-student", 0.0].values == own, "the run itself was made at that point"
     assert found["G-student", 0.0].values != found["G-student", 1.0].values
+
+
+def test_a_number_that_the_paper_only_bounds_is_shown_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, table=WITH_T1 | {"metrics": ["rounds_to_target"], "targets": [10], "at_rounds": []})
+    bounded = {"method": "FedAvg", "metric": "rounds_to_target", "value": 60, "std": None, "unit": "", "censored": True}
+    exact = bounded | {"method": "FedAvg+T1", "value": 30, "std": 2.0, "censored": False}
+    monkeypatch.setattr(presets, "paper_numbers", lambda: {"test": {"T1": {"rows": [bounded, exact]}}})
+    (plan,) = plans("test/table", "cpu", 1, tmp_path)
+    carry_out(plan.cells)
+    found = {e.row: e for e in entries(plan)}
+    assert found["FedAvg"].difference is None
+    assert command.cell(found["FedAvg"]).startswith("> 60.0 → ")
+    assert command.cell(found["FedAvg+T1"]).startswith("30.0 ± 2.0 → ")
+
+
+def test_what_a_preset_lacks_is_said_before_its_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [*WITH_T1["row"], {"name": "FedDF", "method": "feddf", "settings": {"proxy": "emnist-letters"}}]
+    given(monkeypatch, table=WITH_T1 | {"row": rows})
+    with pytest.raises(fedstill.FedstillError, match="emnist-letters"):
+        command.reproduce(
+            "test/table", "paper", seeds=1, data_dir=str(tmp_path), jobs=0, out=tmp_path / "out", dry_run=True
+        )

@@ -15,8 +15,9 @@ from fedstill.experiment.cells import Cell, carry_out, check
 from fedstill.experiment.comparison import TO_TARGET, Row, combinations, grid
 from fedstill.experiment.config import Config, anchored, parse_sweeps
 from fedstill.experiment.rundir import RunDirectory, check_place, without_nan
+from fedstill.methods import registry
 from fedstill.metrics.statistics import ENOUGH, Spread
-from fedstill.report.curves import seed_curves
+from fedstill.report.curves import swept_curves
 
 _NOT_SWEPT = {
     "seed": "--seeds N compares on N seeds",
@@ -63,15 +64,14 @@ def compare(
         console.print(cost_table(rows, seeds=seeds))
     write_json(folder / "comparison.json", [without_nan(row.record(rows[0])) for rows in tables for row in rows])
     picture = folder / "curves.png"
-    lines = {
-        " ".join([row.method, *(f"{key}={value}" for key, value in row.settings.items())]): [
-            cell.records() for cell in row.cells
-        ]
+    title = "" if sweep[0] else title_of(first).removesuffix(f", seed {first.seed}") + f", {seeds} seeds"
+    places = {
+        _settings_of(rows[0]).removeprefix(": "): {
+            row.method: [cell.records() for cell in row.cells] for row in rows if not row.variant
+        }
         for rows in tables
-        for row in rows
-        if not row.variant
     }
-    seed_curves(lines, picture, title=title_of(first))
+    swept_curves(places, picture, metrics=["accuracy", "fm"] if len(tables) == 1 else ["accuracy"], title=title)
     say(f"curves: {picture}\nall of it: {folder}")
 
 
@@ -99,13 +99,14 @@ def comparison_table(rows: Sequence[Row], *, seeds: int) -> Table:
     over = f"mean ± standard deviation of {seeds} seeds · " if seeds > 1 else ""
     shown = Table(
         title="Results" + _settings_of(rows[0]),
-        caption=f"{over}final: mean of the last five evaluations · FM: smaller is fairer",
+        caption=f"{over}final: mean of the last five evaluations · FM: smaller is fairer"
+        + (" · *: of the clients' own models, for there is no global one" if any(map(_own_models, rows)) else ""),
     )
     for column in ("", "accuracy best", "final", "AMP", "FM", "WLP"):
         shown.add_column(column, justify="right" if column else "left", overflow="fold")
     for row in rows:
         shown.add_row(
-            row.name if not row.variant else f"  {row.variant}",
+            (row.name if not row.variant else f"  {row.variant}") + "*" * _own_models(row),
             *(_spread(row.spread(metric), 100, 2, " %") for metric in ("best_accuracy", "final_accuracy", "final_amp")),
             _spread(row.spread("final_fm"), 1, 4),
             _spread(row.spread("final_wlp"), 100, 2, " %"),
@@ -119,7 +120,7 @@ def cost_table(rows: Sequence[Row], *, seeds: int) -> Table:
     difference = f"final accuracy over {rows[0].name}"
     shown = Table(
         title="Cost" + _settings_of(rows[0]),
-        caption="means over seeds" + (_INTERVAL if seeds >= ENOUGH else ""),
+        caption="means over seeds · seconds: beside other runs" + (_INTERVAL if seeds >= ENOUGH else ""),
     )
     goal = [f"{what} to {100 * target:g} %" for what in ("rounds", "MB", "s")] if target else []
     for column in ("", "MB moved", "seconds", *goal, *([difference, "wins"] if seeds > 1 else [])):
@@ -139,6 +140,11 @@ def cost_table(rows: Sequence[Row], *, seeds: int) -> Table:
             numbers += [f"{100 * gap.mean:+.2f}{interval}", f"{gap.wins}/{gap.n}"]
         shown.add_row(*numbers)
     return shown
+
+
+def _own_models(row: Row) -> bool:
+    config = row.cells[0].config
+    return not registry.make(config.method, config.hyper).global_model
 
 
 def _settings_of(row: Row) -> str:

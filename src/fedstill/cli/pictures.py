@@ -109,7 +109,8 @@ def _numbers(group: Group, metric: str, which: str) -> list[float]:
         summary = run.summary or {}
         name = f"{which}_{metric}" if f"{which}_{metric}" in summary else metric
         if (number := look_up(summary, name)) is None:
-            known = [n.removeprefix("final_") for n in summary if n.startswith("final_") and look_up(summary, n)]
+            final = [n for n in summary if n.startswith("final_") and n != "final_is_mean_of"]
+            known = [n.removeprefix("final_") for n in final if look_up(summary, n) is not None]
             raise SettingError(f"--metric {metric}: {run.path} has no such number; it has {', '.join(known)}")
         found.append(number)
     return found

@@ -111,7 +111,7 @@ class Config(BaseModel):
     attackers: int = Field(0, ge=0, description="number of malicious clients, drawn among those that have data")
     attack_class: int = Field(0, ge=0, description="the class of all their samples (label-flip)")
     attack_scale: float = Field(
-        1.0, gt=0, description="noise: its spread over each layer's own; scale: the factor on the update"
+        1.0, gt=0, le=1e6, description="noise: its spread over each layer's own; scale: the factor on the update"
     )
     # how it is run
     seed: int = Field(0, ge=0, description="the same seed gives the same bits")

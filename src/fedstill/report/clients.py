@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fedstill.report import style
 
+WIDTH = 6.8  # inches
 Accuracies = Sequence[tuple[int, float]]  # test samples and accuracy of each client
 
 
@@ -19,7 +20,7 @@ def clients(groups: Mapping[str, Sequence[Accuracies]], path: style.Target, *, t
 
     AMP is a dotted level, WLP the marked first point.
     """
-    figure = style.begin(6.8, 4.0 + 0.22 * len(groups), title)
+    figure = style.begin(WIDTH, 4.0 + 0.22 * sum(1 + len(name) // 60 for name in groups), title)
     panel = figure.subplots()
     for i, (name, runs) in enumerate(groups.items()):
         count = max(map(len, runs))
@@ -29,11 +30,9 @@ def clients(groups: Mapping[str, Sequence[Accuracies]], path: style.Target, *, t
             panel.fill_between(ranks, ranked.min(0), ranked.max(0), color=drawn["color"], alpha=0.15, linewidth=0)
         amp = float(np.mean([np.average([a for _, a in run], weights=[n for n, _ in run]) for run in runs]))
         panel.axhline(amp, color=drawn["color"], linestyle=(0, (1, 2)), linewidth=1.2)
-        label = f"{name}: AMP {100 * amp:.1f} %, WLP {100 * mean[0]:.1f} %"
-        panel.plot(
-            ranks, mean, label=label, linewidth=1.8, marker=style.marker(i), markevery=[0], markersize=8,
-            clip_on=False, **drawn,
-        )  # fmt: skip
+        label = style.wrapped(f"AMP {100 * amp:.1f} %, WLP {100 * mean[0]:.1f} %: {name}", WIDTH)
+        first = {"marker": style.marker(i), "markevery": [0], "markersize": 8}
+        panel.plot(ranks, mean, label=label, linewidth=1.8, clip_on=False, **drawn | first)
     panel.plot([], [], color="0.3", linestyle=(0, (1, 2)), linewidth=1.2, label="AMP: all clients' tests pooled")
     panel.set_xlabel("clients, from the worst served to the best")
     panel.set_ylabel("accuracy on the client's own test")
@@ -42,7 +41,9 @@ def clients(groups: Mapping[str, Sequence[Accuracies]], path: style.Target, *, t
     style.in_per_cent(panel.yaxis)
     style.plain(panel)
     several = any(len(runs) > 1 for runs in groups.values())
-    note = "marked: WLP, the worst-served client" + ("; lines: mean over seeds, bands: their range" if several else "")
+    note = "after the last round; marked: WLP, the worst-served client" + (
+        "; lines: mean over seeds, bands: their range" if several else ""
+    )
     figure.legend(loc="outside lower left", frameon=False, fontsize=9, title=note,
                   title_fontsize=8, alignment="left")  # fmt: skip
     return style.save(figure, path)

@@ -99,7 +99,10 @@ def _line(panel: Axes, name: str, runs: Sequence[Records], metric: str, band: Ba
     rounds = sorted(by_round)
     means = [spread(by_round[r]).mean for r in rounds]
     drawn = style.line(i)
-    panel.plot(rounds, means, label=name, linewidth=1.8, marker="o" if len(rounds) == 1 else None, **drawn)
+    if len(rounds) == 1:
+        drawn = drawn | {"marker": style.marker(i), "markevery": 1}
+        panel.set_xlim(rounds[0] - 1, rounds[0] + 1)
+    panel.plot(rounds, means, label=name, linewidth=1.8, **drawn)
     if len(runs) < 2 or not rounds:
         return
     if band == "std":

@@ -33,12 +33,14 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 caption { caption-side: bottom; text-align: left; padding-top: .4rem; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child, .words td, .words th { text-align: left; }
-.words td { white-space: normal; overflow-wrap: anywhere; }
+#results td:first-child { white-space: normal; min-width: 9rem; }
+.words td:not(:first-child) { white-space: normal; overflow-wrap: anywhere; }
 tbody tr:nth-child(odd) { background: var(--stripe); }
 tr.variant td:first-child { padding-left: 2rem; color: var(--faint); }
 figure { margin: 1rem 0; }
-img { max-width: 100%; height: auto; background: #fff; border: 1px solid var(--line); border-radius: 6px;
-      box-sizing: border-box; padding: .5rem; }
+figure > div { overflow-x: auto; }
+img { max-width: 100%; min-width: min(40rem, 180vw); height: auto; background: #fff; border: 1px solid var(--line);
+      border-radius: 6px; box-sizing: border-box; padding: .5rem; }
 details { margin: .4rem 0; }
 summary { cursor: pointer; }
 pre { overflow-x: auto; padding: .7rem; background: var(--stripe); border: 1px solid var(--line); border-radius: 6px;
@@ -186,7 +188,7 @@ def _figure(picture: Picture) -> str:
     data = base64.b64encode(picture.svg).decode()
     caption = escape(picture.caption)
     return (
-        f'<figure><img alt="{caption}" src="data:image/svg+xml;base64,{data}">'
+        f'<figure><div><img alt="{caption}" src="data:image/svg+xml;base64,{data}"></div>'
         f"<figcaption>{caption}</figcaption></figure>"
     )
 

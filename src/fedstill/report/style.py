@@ -45,8 +45,11 @@ def colour(i: int) -> str:
 
 
 def line(i: int) -> dict[str, Any]:
-    """Colour and style of the i-th line: the first 52 differ."""
-    return {"color": colour(i), "linestyle": LINES[(i + i // len(COLOURS)) % len(LINES)]}
+    """Colour and style of the i-th line. The first 36 differ without colour too, by dashes and sparse markers."""
+    drawn: dict[str, Any] = {"color": colour(i), "linestyle": LINES[i % len(LINES)]}
+    if i >= len(LINES):
+        drawn |= {"marker": marker(i // len(LINES) - 1), "markevery": 0.2, "markersize": 5}
+    return drawn
 
 
 def marker(i: int) -> str:

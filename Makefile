@@ -15,7 +15,7 @@ demo: install
 	$(BIN)/fedstill compare fedavg fedprox --clients 20 --alpha 0.1 --rounds 50 --out runs/demo --force
 
 test: install
-	$(BIN)/python -m pytest -n 2 --doctest-modules --durations 10 src tests docs
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --doctest-modules --durations 10 src tests docs
 
 check: install
 	$(BIN)/ruff check .

@@ -585,7 +585,7 @@ def test_two_files_of_one_name_do_not_mix(tmp_path: Path) -> None:
 LAYERS = (  # from top to bottom
     {"cli", "report"},
     {"experiment", "presets"},
-    {"engine"},
+    {"engine", "flower"},
     {"methods", "hierarchy"},
     {"distill", "train", "aggregate"},
     {"models", "data", "metrics", "attacks"},

@@ -59,7 +59,7 @@ def run(
         print(config.toml(), end="")
         return
     path = out or Path("runs") / run_name(config)
-    with _run_in(path) as display:
+    with run_in(path) as display:
         listener = TensorBoard(path, display) if tensorboard else display
         result = api.start(config, path, force=force, listener=listener)
     console.print(results_table({config.method: result.summary}))
@@ -71,7 +71,7 @@ def run(
 def resume(directory: Path, rounds: int | None, *, tensorboard: bool = False) -> None:
     if rounds is not None and rounds < 1:
         raise SettingError(f"--rounds {rounds}: at least 1 is needed")
-    with _run_in(directory) as display:
+    with run_in(directory) as display:
         listener = TensorBoard(directory, display) if tensorboard else display
         result = api.resume(directory, rounds=rounds, listener=listener)
     console.print(results_table({result.summary["method"]: result.summary}))
@@ -210,7 +210,8 @@ def methods(name: str | None, flags: Flags, assignments: list[str]) -> None:
         config = config_of(each, flags, assignments)
         dataset = dataset or load_data(config)
         example = {
-            "clients": 1,
+            "clients": 20,
+            "participation": 1.0,
             "partition": "iid",
             "pool": 0.1,
             "proxy": "pool",
@@ -372,7 +373,7 @@ def title_of(config: Config) -> str:
 
 
 @contextmanager
-def _run_in(path: Path) -> Iterator[Display]:
+def run_in(path: Path) -> Iterator[Display]:
     """A display for a run in this directory; if the run stops under way, the user is told how to go on."""
     display, log = Display(console), path / "log.txt"
     logged = log.stat().st_mtime_ns if log.exists() else 0

@@ -75,7 +75,7 @@ Model = Annotated[
     ),
 ]
 Workers = Annotated[int | None, _flag(HOW, "Worker processes; 0 is one a core. [0]")]
-Engine = Annotated[str | None, _flag(HOW, "Where clients run: process, or inline for debugging. [process]")]
+Engine = Annotated[str | None, _flag(HOW, "Where clients run: process, inline (to debug) or flower. [process]")]
 EvalEvery = Annotated[int | None, _flag(HOW, "Evaluate every so many rounds; 0 is only after the last. [1]")]
 Target = Annotated[float | None, _flag(HOW, "Accuracy, in (0, 1], whose first round is reported. [none]")]
 Sweep = Annotated[
@@ -196,6 +196,81 @@ def resume(
 ) -> None:
     """Continue a run after any interruption; the result is the same, bit for bit."""
     _commands().resume(directory, rounds, tensorboard=tensorboard)
+
+
+@app.command(rich_help_panel="Many machines")
+def keys(
+    directory: Annotated[Path, typer.Argument(help="Where to write them.")],
+    site: Annotated[list[str], typer.Option(help="A site's name; repeat it for each.")],
+    host: Annotated[
+        list[str], typer.Option(help="A name or address of the server, as sites know it; can be repeated.")
+    ],
+) -> None:
+    """Make certificates and keys for a trial on many machines.
+
+    \b
+    fedstill keys trial --site north --site south --host server.example
+    """
+    importlib.import_module("fedstill.cli.network").keys(directory, site, host)
+
+
+@app.command(rich_help_panel="Many machines")
+def serve(
+    method: Annotated[str, typer.Argument(help="A method from 'fedstill methods', or a config.toml.")],
+    keys: Annotated[Path, typer.Option(help="The directory with the server's certificate and the sites' public keys.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is any.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 9092,
+    timeout: Annotated[float, typer.Option(help="Seconds that a site may take to answer.", min=1)] = 600.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for sites before the first round.", min=0)] = 600.0,
+    needed: Annotated[int, typer.Option(help=r"Sites without which it does not start. \[all]", min=0)] = 0,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Encrypt nothing. For trials on one machine.")] = False,
+    data: Data = None,
+    data_dir: DataDir = None,
+    participation: Participation = None,
+    rounds: Rounds = None,
+    epochs: Epochs = None,
+    batch_size: BatchSize = None,
+    lr: Lr = None,
+    model: Model = None,
+    seed: Seed = None,
+    eval_every: EvalEvery = None,
+    out: Out = None,
+    set_: Set = None,
+) -> None:
+    """Train with sites that keep their data: the server's end. Killed, the same command goes on where it was.
+
+    \b
+    fedstill keys trial --site north --site south --host server.example
+    fedstill serve fedavg --keys trial --host 0.0.0.0 --rounds 20
+    """
+    other = ("keys", "host", "port", "timeout", "wait", "needed", "insecure")
+    settings = _settings({k: v for k, v in locals().items() if k not in other and k != "other"})
+    importlib.import_module("fedstill.cli.network").serve(
+        method, settings, set_ or [], keys=keys, host=host, port=port, out=out, timeout=timeout, wait=wait,
+        needed=needed, insecure=insecure,
+    )  # fmt: skip
+
+
+@app.command(rich_help_panel="Many machines")
+def join(
+    server: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the server listens.")],
+    key: Annotated[Path, typer.Option(help="This site's private key, from 'fedstill keys' or ssh-keygen -t ecdsa.")],
+    ca: Annotated[Path | None, typer.Option(help="The certificate by which the server is known: its ca.pem.")] = None,
+    data: Annotated[
+        str, typer.Option(help=r"The site's data: a folder, an .npz or file.py:function. \[its share of the run's]")
+    ] = "",
+    data_dir: Annotated[str, typer.Option(help=r"Where dataset files are. \[$FEDSTILL_DATA]")] = "",
+    directory: Annotated[Path | None, typer.Option(help=r"What the site keeps between rounds. \[site-NAME]")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Encrypt nothing. For trials on one machine.")] = False,
+) -> None:
+    """Train with sites that keep their data: a site's end. Runs until it is stopped.
+
+    \b
+    fedstill join server.example:9092 --key trial/sites/north --ca trial/ca.pem --data ./images
+    """
+    importlib.import_module("fedstill.cli.network").join(
+        server, key=key, ca=ca, data=data, data_dir=data_dir, directory=directory, insecure=insecure
+    )
 
 
 @app.command(rich_help_panel="Papers")

@@ -27,6 +27,10 @@ class Engine(ABC):
     def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
         """Answers in the order of the requests, whatever the order in which they were worked out."""
 
+    def greet(self) -> bool:
+        """Before a round: let clients in that were not there; whether the numbers of samples changed."""
+        return False
+
     def close(self) -> None:  # noqa: B027 - not every engine starts something
         """Stop whatever was started."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch import nn
 from fedstill.core.errors import SettingError
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
+from fedstill.engine.base import Engine
+from fedstill.engine.worker import Worker
 from fedstill.experiment.config import DIVISION, Config, anchored, is_object, resolve
 from fedstill.experiment.logfile import logging_to
 from fedstill.experiment.rundir import Record, RunDirectory
@@ -73,7 +76,7 @@ def start(config: Config, path: Path, *, force: bool = False, listener: Listener
 def carry_out(setup: Setup, path: Path, *, force: bool = False, listener: Listener | None = None) -> Result:
     """Carry out what is prepared in a new run directory, which works from wherever it is resumed."""
     directory = RunDirectory.create(path, anchored(setup.config), force=force)
-    return _execute(setup, directory, listener)
+    return execute(setup, directory, listener)
 
 
 def resume(
@@ -96,7 +99,7 @@ def resume(
     except BaseException:
         directory.release()
         raise
-    return _execute(setup, directory, listener)
+    return execute(setup, directory, listener)
 
 
 def _continued(directory: RunDirectory, rounds: int | None, given: dict[str, object]) -> Config:
@@ -114,10 +117,16 @@ def _continued(directory: RunDirectory, rounds: int | None, given: dict[str, obj
     return config
 
 
-def _execute(setup: Setup, directory: RunDirectory, listener: Listener | None) -> Result:
+def execute(
+    setup: Setup,
+    directory: RunDirectory,
+    listener: Listener | None = None,
+    engine: Callable[[Worker], Engine] | None = None,
+) -> Result:
+    """Carry out what is left to do in a run directory, on another engine than the settings name if one is given."""
     try:
         with logging_to(directory.path / "log.txt"):
-            run = Run(setup, directory, listener)
+            run = Run(setup, directory, listener, engine)
             summary = run.execute()
         return Result(summary, run.records, run.trained(), directory.path)
     finally:

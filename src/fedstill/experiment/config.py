@@ -115,7 +115,9 @@ class Config(BaseModel):
     )
     # how it is run
     seed: int = Field(0, ge=0, description="the same seed gives the same bits")
-    engine: Literal["process", "inline"] = Field("process", description="worker processes, or all in this one")
+    engine: Literal["process", "inline", "flower"] = Field(
+        "process", description="worker processes, all in this one, or Flower's simulation engine"
+    )
     workers: int = Field(0, ge=0, description="worker processes; 0: one a core")
     eval_every: int = Field(1, ge=0, description="evaluate every so many rounds; 0: only after the last")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,11 @@ from fedstill.experiment.rundir import Record
 from fedstill.metrics.fairness import Fairness, fairness
 
 _SCORED_AT_ONCE = 1000
+_NOTHING = {
+    "loss": torch.zeros(0),
+    "predicted": torch.zeros(0, dtype=torch.int64),
+    "right": torch.zeros(0, dtype=torch.int8),
+}
 
 
 @dataclass(frozen=True)
@@ -40,37 +44,40 @@ class Evaluation:
 def evaluate(engine: Engine, federation: Federation, model: Tensor) -> Evaluation:
     """Score a model on all test data there are."""
     test = federation.dataset.test
-    loss, predicted = _score(engine, model, "test", len(test.y))
-    confusion = confusion_matrix(test.y.numpy(), predicted, len(federation.dataset.classes))
+    scores = _score(engine, model, "test", len(test.y))
+    loss = scores["loss"].numpy()
+    confusion = confusion_matrix(test.y.numpy(), scores["predicted"].numpy(), len(federation.dataset.classes))
     hits, counts = confusion.diagonal().tolist(), confusion.sum(1).tolist()
-    _, local = _score(engine, model, "local", len(federation.test_index))
-    local_labels = federation.test_split.y.numpy()[federation.test_index]
+    right = _score(engine, model, "local", int(federation.test_offsets[-1]))["right"].numpy()
     return Evaluation(
         accuracy=_share(sum(hits), sum(counts)),
         loss=float(loss.mean(dtype=np.float64)) if len(loss) else math.nan,
         per_class=[_share(h, n) for h, n in zip(hits, counts, strict=True)],
         confusion=confusion,
-        fair=fairness(local == local_labels, federation.test_offsets),
+        fair=_fair(right, federation.test_offsets),
     )
 
 
 def tested(engine: Engine, federation: Federation, model: Tensor) -> tuple[float, IntArray]:
     """Accuracy and confusion of a model on the global test set."""
     test = federation.dataset.test
-    _, predicted = _score(engine, model, "test", len(test.y))
-    confusion = confusion_matrix(test.y.numpy(), predicted, len(federation.dataset.classes))
+    predicted = _score(engine, model, "test", len(test.y))["predicted"]
+    confusion = confusion_matrix(test.y.numpy(), predicted.numpy(), len(federation.dataset.classes))
     return _share(int(confusion.trace()), int(confusion.sum())), confusion
 
 
-def _score(engine: Engine, model: Tensor, source: Source, n: int) -> tuple[Any, Any]:
-    """Loss and prediction of every sample of a source, as arrays."""
+def _fair(right: IntArray, offsets: IntArray) -> Fairness:
+    """Of the clients that answered: who did not has -1 for each of its samples."""
+    heard = np.concatenate([[0], np.cumsum(right >= 0)])
+    return fairness(right[right >= 0] > 0, heard[offsets])
+
+
+def _score(engine: Engine, model: Tensor, source: Source, n: int) -> dict[str, Tensor]:
+    """What is known of every sample of a source."""
     bounds = np.linspace(0, n, -(-n // _SCORED_AT_ONCE) + 1).astype(int).tolist()
     requests = [Score(source, start, stop) for start, stop in pairwise(bounds)]
-    answers = list(engine.run(requests, {"model": model}))
-    if not answers:
-        return np.zeros(0, np.float32), np.zeros(0, np.int64)
-    loss, predicted = (torch.cat([a[key] for a in answers]).numpy() for key in ("loss", "predicted"))
-    return loss, predicted
+    answers = list(engine.run(requests, {"model": model})) or [_NOTHING]
+    return {key: torch.cat([answer[key] for answer in answers]) for key in answers[0]}
 
 
 def confusion_matrix(labels: IntArray, predicted: IntArray, classes: int) -> IntArray:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from fedstill.core.errors import SettingError
 from fedstill.engine.base import Engine, Inline
 from fedstill.engine.process import Processes
 from fedstill.engine.worker import Worker
@@ -17,6 +18,12 @@ def make_engine(kind: str, workers: int, worker: Worker) -> Engine:
     """The engine by name; no number of workers means one a core."""
     if kind == "inline":
         return Inline(worker)
+    if kind == "flower":
+        try:
+            from fedstill.flower.simulation import Simulation
+        except ImportError as error:
+            raise SettingError("engine = 'flower' needs: pip install 'fedstill[flower]'") from error
+        return Simulation(worker, workers or cores())
     return Processes(worker, workers or cores())
 
 

@@ -118,6 +118,10 @@ class RunDirectory:
         for old in self._checkpoint_rounds()[:-_KEPT]:
             self._checkpoint_path(old).unlink()
 
+    def oldest_checkpoint(self) -> int:
+        """The earliest round that the run could go back to."""
+        return min(self._checkpoint_rounds(), default=0)
+
     def restore(self) -> tuple[int, Tree] | None:
         """The newest checkpoint that is whole, and everything younger than it undone; None: no round is done."""
         damaged = []

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -52,8 +53,15 @@ class Listener:
 class Run:
     """A run in its directory, new or continued."""
 
-    def __init__(self, setup: Setup, directory: RunDirectory, listener: Listener | None = None) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        directory: RunDirectory,
+        listener: Listener | None = None,
+        engine: Callable[[Worker], Engine] | None = None,
+    ) -> None:
         self.setup, self.directory = setup, directory
+        self._make_engine = engine or partial(make_engine, setup.config.engine, setup.config.workers)
         self.listener = listener or Listener()
         self.server = Server(setup.task, setup.federation.sizes, directory.server_store, setup.pool())
         self.regional = {0: self.server} if setup.hierarchy.flat else self._regional_servers()
@@ -83,6 +91,12 @@ class Run:
             servers[region.number] = Server(region.task, sizes, store, pool, clients=members, region=region.number)
         return servers
 
+    def _count_samples(self) -> None:
+        """Somebody came who was not there before."""
+        sizes = self.server.sizes[:] = self.setup.federation.sizes
+        for region in self.setup.hierarchy.regions:
+            self.regional[region.number].sizes[region.clients] = sizes[region.clients]
+
     def execute(self) -> Record:
         """Run the rounds that are left and write the results."""
         try:
@@ -95,7 +109,7 @@ class Run:
         setup, regions = self.setup, self.setup.hierarchy.regions
         regional = () if setup.hierarchy.flat else tuple((region.task, region.method) for region in regions)
         worker = Worker(setup.task, setup.federation, setup.method, self.directory.client_store, regional, setup.attack)
-        with one_thread(), make_engine(config.engine, config.workers, worker) as engine:
+        with one_thread(), self._make_engine(worker) as engine:
             log.info("rounds %d to %d of %s", self.server.round + 1, config.rounds, config.method)
             if setup.attack.kind:
                 log.info("%s by clients %s", setup.attack.kind, ", ".join(map(str, sorted(setup.attack.clients))))
@@ -129,6 +143,8 @@ class Run:
         config, hierarchy = self.setup.config, self.setup.hierarchy
         began = time.perf_counter()
         self.server.round = round_
+        if engine.greet():
+            self._count_samples()
         last = round_ == config.rounds
         meets = hierarchy.flat or hierarchy.ends_episode(round_)
         due = meets and (last or self._evaluates(round_))

@@ -63,6 +63,17 @@ def prepare(
         federation = data
     else:
         federation = divide(config, load_data(config) if data is None else sized(data, wanted_size(config)))
+    task = make_task(config, federation, method, model, proxy)
+    (method if config.flat else method.regional()).check(task)
+    _check_labels(config.method, method, federation)
+    hierarchy = arrange(config, task, federation, method)
+    return Setup(config, task, federation, method, hierarchy, attack_of(config, federation, hierarchy))
+
+
+def make_task(
+    config: Config, federation: Federation, method: Method, model: Network | None = None, proxy: Dataset | None = None
+) -> Task:
+    """What a server and its clients agree on."""
     if config.augment and len(federation.dataset.shape) != 3:
         raise SettingError(f"augment = {config.augment!r}: only images can be augmented")
     task = Task(
@@ -75,10 +86,18 @@ def prepare(
         proxy=proxy_samples(config, federation, proxy),
     )
     _check_fit(task, config)
-    (method if config.flat else method.regional()).check(task)
-    _check_labels(config.method, method, federation)
-    hierarchy = arrange(config, task, federation, method)
-    return Setup(config, task, federation, method, hierarchy, attack_of(config, federation, hierarchy))
+    return task
+
+
+def largest_answer(config: Config) -> int:
+    """Bytes of the tensors that a client sends at most."""
+    dataset = load_data(config)
+    alone = federate(dataset, clients=1, partition="iid", seed=config.seed, test_fraction=0.0, pool=config.pool)
+    method = registry.make(config.method, config.hyper)
+    task = make_task(config, alone, method)
+    inside = [regional_method(own, config, method) for own in config.each_region()] or [method]
+    wires = [each.wire(task) for each in (method, *inside)]
+    return max(sum(part.nbytes for part in parts.values()) for wire in wires for parts in (wire.up, wire.last))
 
 
 def arrange(config: Config, task: Task, federation: Federation, method: Method) -> Hierarchy:

@@ -35,14 +35,20 @@ class Checked:
         self._clients, self._answers, self._declared = clients, answers, declared
         self._least, self._tick = least, tick
 
+    def _drop(self, client: int, problem: str) -> None:
+        self.dropped[client] = problem
+        log.warning("client %d dropped: %s", client, problem)
+
     def __iter__(self) -> Iterator[Uplink]:
         for client, answer in zip(self._clients, self._answers, strict=True):
             self._tick()
+            if "failure" in answer:
+                self._drop(client, answer["failure"])
+                continue
             message, samples = answer["message"], answer["samples"]
             self.bytes_up += nbytes(message)
             if problem := fault(message, self._declared):
-                self.dropped[client] = problem
-                log.warning("client %d dropped: %s", client, problem)
+                self._drop(client, problem)
                 continue
             self.good.append(client)
             for name, value in answer["metrics"].items():

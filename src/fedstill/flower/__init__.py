@@ -1,0 +1,1 @@
+"""Flower as the network: the same methods in its simulation engine, and between machines."""

@@ -1,0 +1,361 @@
+"""The server's end of the deployment: asks sites over Flower's SuperLink, which it starts and keeps alive."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import secrets
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+from flwr.app import Message
+
+from fedstill.core.errors import DataError, FedstillError, SettingError, unknown
+from fedstill.core.tree import Tree
+from fedstill.flower import private
+from fedstill.flower.private import Node, Run
+from fedstill.flower.records import from_records, to_records
+
+_log = logging.getLogger(__name__)
+_START = 120.0  # seconds that the SuperLink may take until it answers
+_STOP = 3.0  # seconds that it may take to end
+_BEAT = 5.0  # seconds between heartbeats of the run
+_LOOK = 0.5  # seconds for which the list of connected sites is believed
+_AGAIN = 1.0  # seconds before a request that was lost is sent again
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Files of the server's TLS: the authority's certificate, its own, and the private key to that."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no answer of a site."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A request on its way: which message of which run, and to which connection of the site."""
+
+    run: Run
+    node: Node
+    message: str
+
+
+class Link:
+    """A SuperLink with the given sites, for as long as the `with` lasts.
+
+    `sites` gives each site's public key, in OpenSSH's format; `certificates=None` encrypts nothing. `directory`
+    keeps Flower's database and log. Answers above `most_bytes` are refused. Without `database` the SuperLink keeps
+    everything in memory: a round is twice as fast and no message is left on the disk; when it dies, sites connect anew.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        sites: Mapping[str, bytes | Path],
+        *,
+        host: str,
+        port: int,
+        certificates: Certificates | None,
+        most_bytes: int,
+        database: bool = True,
+    ) -> None:
+        self._directory, self._host, self._port = directory, host, port
+        self._log_file = directory / "superlink.log"
+        self._certificates, self._most_bytes, self._database = certificates, most_bytes, database
+        self._keys = {site: _public_key(site, key) for site, key in sites.items()}
+        self._names = {key: site for site, key in self._keys.items()}
+        if len(self._names) != len(self._keys):
+            raise SettingError("two sites have the same public key")
+        local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        place = f"[{local}]:{port}" if ":" in local else f"{local}:{port}"
+        self._address = private.Address(place, _only(certificates), secrets.token_hex(32))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._run: Run | None = None
+        self._seen: tuple[float, Run | None, dict[str, Node]] = (0.0, None, {})
+        self._looking = threading.Lock()
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="superlink-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check_port()
+        try:
+            self._open()
+        except httpx.HTTPError as error:
+            self._stop_process()
+            raise FedstillError(f"Flower's SuperLink gives us no run: {error}; see {self._log_file}") from error
+        except BaseException:
+            self._stop_process()
+            raise
+        self._watcher.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        self._watcher.join(_STOP)
+        if self._run is not None:
+            ending = threading.Thread(target=self._run.end, daemon=True)
+            ending.start()
+            ending.join(_STOP)
+        self._stop_process()
+
+    def present(self) -> set[str]:
+        """The sites that are connected now."""
+        with suppress(httpx.HTTPError):
+            return set(self._look(0.0)[1])
+        return set()
+
+    def ask(
+        self, requests: Mapping[str, Tree], *, timeout: float, name: str | None = None
+    ) -> Iterator[tuple[str, Tree | Failure]]:
+        """Send sites their requests; each site's answer or Failure as it comes, one per site, within `timeout` s.
+
+        A site that is away, or goes away, is waited for. A site keeps its last answer: asked again under the same
+        `name`, by a server that was killed for instance, it need not work again.
+        """
+        for site in requests:
+            if site not in self._keys:
+                raise unknown("site", site, self._keys)
+        question = _Question(name or uuid.uuid4().hex, timeout, time.monotonic() + timeout, threading.Event())
+        answers: queue.SimpleQueue[tuple[str, Tree | Failure]] = queue.SimpleQueue()
+        sent: dict[str, _Sent] = {}
+        with suppress(httpx.HTTPError):
+            run, nodes = self._look(0.0)
+            sent = self._send(run, {site: nodes[site] for site in requests if site in nodes}, requests, question)
+
+        def collect(site: str) -> None:
+            answers.put((site, self._collect(site, requests[site], question, sent.get(site))))
+
+        for site in requests:
+            threading.Thread(target=collect, args=(site,), name=f"ask-{site}", daemon=True).start()
+        return _arriving(set(requests), answers, question)
+
+    def _send(
+        self, run: Run | None, nodes: Mapping[str, Node], requests: Mapping[str, Tree], question: _Question
+    ) -> dict[str, _Sent]:
+        if run is None or not nodes or question.left() <= 0:
+            return {}
+        distinct = {id(requests[site]): requests[site] for site in nodes}
+        told = {"id": question.name, "seconds": question.left()}
+        records = {key: to_records({**told, "body": request}) for key, request in distinct.items()}
+        letters = [(node, records[id(requests[site])]) for site, node in nodes.items()]
+        messages = run.push(letters, seconds=question.left())
+        return {
+            site: _Sent(run, nodes[site], message) for site, message in zip(nodes, messages, strict=True) if message
+        }
+
+    def _collect(self, site: str, request: Tree, question: _Question, sent: _Sent | None) -> Tree | Failure:
+        """Wait for one site's answer, and send again whatever may have been lost."""
+        present = sent is not None
+        while question.left() > 0 and not question.closed.is_set() and not self._stopping.is_set():
+            wait = private.pause(question.timeout - question.left())
+            try:
+                run, nodes = self._look(_LOOK)
+                node, present = nodes.get(site), site in nodes
+                anew = sent is None or sent.run is not run or sent.node != node
+                if node is not None and anew:
+                    sent = self._send(run, {site: node}, {site: request}, question).get(site)
+                if sent is not None and sent.run is run:
+                    answer = sent.run.pull(sent.message, most_bytes=self._most_bytes, seconds=question.left())
+                    if answer is not None and answer.has_error() and answer.error.code in private.RESEND:
+                        _log.info("%s: %s; asking again", site, answer.error.reason)
+                        sent, wait = None, _AGAIN
+                    elif answer is not None:
+                        return _read(answer, question.name, self._most_bytes)
+            except httpx.HTTPError as error:  # the watcher brings the SuperLink back
+                _log.debug("%s: %s", site, error)
+                wait = _AGAIN
+            except (DataError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                return Failure(f"its answer is refused: {' '.join(str(error).split())}")
+            except Exception as error:  # noqa: BLE001 (Flower's own, such as an upload that did not come)
+                _log.info("%s: %s; asking again", site, error)
+                sent, wait = None, _AGAIN
+            question.closed.wait(min(wait, max(0.0, question.left())))
+        return Failure(f"no answer within {question.timeout:g} s" if present else "not connected")
+
+    def _look(self, age: float) -> tuple[Run | None, dict[str, Node]]:
+        """The run, and the sites that are connected, as they were at most `age` seconds ago."""
+        with self._looking:
+            run = self._run
+            seen, of, nodes = self._seen
+            if run is not None and (of is not run or time.monotonic() - seen > age):
+                found = run.nodes()
+                nodes = {self._names[key]: node for key, node in found.items() if key in self._names}
+                self._seen = time.monotonic(), run, nodes
+            return run, nodes if run is not None else {}
+
+    def _watch(self) -> None:
+        """Bring the SuperLink back when it dies, and its run when it is given up."""
+        beat = time.monotonic()
+        while not self._stopping.wait(0.2):
+            try:
+                if self._process is not None and self._process.poll() is not None:
+                    _log.warning("the SuperLink ended (%s); starting it again", self._process.returncode)
+                    self._run = None
+                if self._run is None:
+                    self._open()
+                elif time.monotonic() - beat > _BEAT:
+                    beat = time.monotonic()
+                    if not self._run.beat():
+                        _log.warning("the SuperLink gave the run up; starting another")
+                        self._run = None
+            except Exception as error:  # noqa: BLE001 (nobody else would bring it back)
+                _log.warning("the SuperLink: %s", error)
+                self._stopping.wait(1)
+
+    def _open(self) -> None:
+        """A SuperLink that answers, with all sites' keys, and a run on it."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._start_process()
+        end = time.monotonic() + _START
+        while not self._address.answers():
+            if self._process.poll() is not None or time.monotonic() > end:
+                raise FedstillError(f"Flower's SuperLink does not start; see {self._log_file}")
+            if self._stopping.wait(0.1):
+                return
+        self._run = Run(self._address, self._keys)
+
+    def _start_process(self) -> subprocess.Popen[bytes]:
+        home = self._directory.resolve()
+        command = [sys.executable, "-P", private.__file__, "--host", self._host, "--port", str(self._port)]
+        command += ["--isolation", "process", "--disable-runtime-dependency-installation"]
+        if self._database:
+            command += ["--database", str(home / "superlink.db")]
+        if self._certificates is None:
+            command += ["--insecure"]
+        else:
+            files = self._certificates
+            command += ["--ssl-ca-certfile", str(files.ca), "--ssl-certfile", str(files.certificate)]
+            command += ["--ssl-keyfile", str(files.key), "--enable-supernode-auth"]
+        quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_LOG_LEVEL": "WARNING"}
+        with self._log_file.open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **quiet, "FLWR_HOME": str(home / "flwr")},
+                start_new_session=True,  # Ctrl-C is for us: the SuperLink ends after the run
+            )
+        keys = [private.header_of(key) for key in self._keys.values()]
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as pipe:
+            told = {"parent": os.getpid(), "secret": self._address.secret, "keys": keys}
+            pipe.write(json.dumps(told).encode())
+        return process
+
+    def _stop_process(self) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _check_port(self) -> None:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self._host, self._port))
+            except OSError as error:
+                raise FedstillError(f"cannot listen at {self._host}, port {self._port}: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What all sites that are asked together share."""
+
+    name: str
+    timeout: float
+    until: float
+    closed: threading.Event
+
+    def left(self) -> float:
+        return self.until - time.monotonic()
+
+
+def _arriving(
+    waiting: set[str], answers: queue.SimpleQueue[tuple[str, Tree | Failure]], question: _Question
+) -> Iterator[tuple[str, Tree | Failure]]:
+    try:
+        while waiting:
+            try:
+                site, answer = answers.get(timeout=max(0.0, question.left()) + 1)
+            except queue.Empty:  # a thread still waits for the SuperLink itself
+                break
+            waiting.discard(site)
+            yield site, answer
+        for site in sorted(waiting):
+            yield site, Failure(f"no answer within {question.timeout:g} s: the SuperLink does not respond")
+    finally:
+        question.closed.set()
+
+
+def _read(answer: Message, name: str, most_bytes: int) -> Tree | Failure:
+    """What a site's answer says."""
+    if answer.has_error():
+        return Failure(f"Flower's error {answer.error.code}: {answer.error.reason}")
+    said = from_records(answer.content, most_bytes=most_bytes)
+    if not isinstance(said, dict) or said.get("id") != name or len(said) != 2:
+        raise DataError("it does not belong to the request")
+    if "body" in said:
+        return said["body"]
+    return Failure(str(said.get("error")))
+
+
+def _public_key(site: str, key: bytes | Path) -> bytes:
+    """A key as Flower compares it."""
+    try:
+        loaded = load_ssh_public_key(key if isinstance(key, bytes) else key.read_bytes())
+    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+        raise SettingError(f"site {site}: its public key cannot be read: {error}") from error
+    if not isinstance(loaded, ec.EllipticCurvePublicKey):
+        raise SettingError(
+            f"site {site}: its key is not an elliptic-curve key, as made by `ssh-keygen -t ecdsa -b 384`"
+        )
+    return loaded.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+def _only(certificates: Certificates | None) -> ssl.SSLContext | None:
+    """Trust in the server's own certificate alone, under whatever name: we reach it as this machine."""
+    if certificates is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        context.load_verify_locations(certificates.certificate)
+    except (OSError, ValueError) as error:
+        raise SettingError(f"the certificate {certificates.certificate} cannot be read: {error}") from error
+    return context

@@ -1,0 +1,245 @@
+"""A site's end of the deployment: one process that answers what the server asks, until it is told to stop."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import signal
+import socket
+import ssl
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.app import RecordDict
+
+from fedstill.core import tree
+from fedstill.core.errors import DataError, FedstillError
+from fedstill.core.files import write_atomic
+from fedstill.core.tree import Tree
+from fedstill.flower import private
+from fedstill.flower.records import from_records, to_records
+
+_log = logging.getLogger(__name__)
+_HELD = 75.0  # seconds: Flower holds the place of a process that vanished for 60
+_BACKOFF = 5.0  # most seconds between two attempts to connect
+_GREETING = 10.0  # seconds that a server may take to accept a connection
+_PLAIN = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")  # what OpenSSL calls an answer without TLS
+
+
+class _Stopped(BaseException):
+    """SIGTERM or SIGINT; no `except Exception` of a handler's may swallow it."""
+
+
+class _OutOfTime(BaseException):
+    """Nobody waits for the answer any more; for the same reason no Exception."""
+
+
+def serve(
+    handle: Callable[[Tree], Tree],
+    *,
+    server: str,
+    key: Path,
+    ca: Path | None,
+    directory: Path,
+    ready: Callable[[], None] | None = None,
+) -> None:
+    """Answer each request from `server` (host:port) with what `handle` returns, until SIGTERM or SIGINT.
+
+    The server is waited for, and reconnected to, for ever; FedstillError when it is not the right one or refuses
+    the key. Without `ca` nothing is encrypted, and the server must have been started that way. `directory` keeps
+    the last answer: a request that comes again, also after a kill, is answered without calling `handle`. `ready` is
+    called at the first connection. To be called in the main thread, where `handle` runs too.
+    """
+    private_key = _private_key(key)
+    directory.mkdir(parents=True, exist_ok=True)
+    with _locked(directory), suppress(_Stopped), _stoppable():
+        site = _Site(handle, directory, ready)
+        refused_since: float | None = None
+        while True:
+            trusted = _meet(server, ca)
+            try:
+                private.supernode(
+                    server,
+                    trusted,
+                    private_key,
+                    predecessor=site.node_id(),
+                    connected=site.connected,
+                    answer=site.answer,
+                )
+            except private.Refused as error:
+                refused_since = refused_since or time.monotonic()
+                _check_refusal(error, server, key, time.monotonic() - refused_since)
+                _log.info("%s: %s; trying again", server, error)
+            else:
+                refused_since = None
+                _log.warning("the connection to %s was lost; connecting again", server)
+            time.sleep(1)
+
+
+def _check_refusal(error: private.Refused, server: str, key: Path, seconds: float) -> None:
+    """Raise what the user has to mend; return if waiting may help."""
+    status = error.status
+    if status == 401:
+        hint = "have its .pub added there, or set the clocks of the two machines"
+        raise FedstillError(f"{server} does not know the key {key}; {hint}") from error
+    if status == 412 and seconds > _HELD:
+        raise FedstillError(f"{server} refuses {key}: another process seems to be connected with it") from error
+    if status is not None and status != 412 and status < 500:
+        raise FedstillError(f"{server} refuses this site: {error}") from error
+
+
+class _Site:
+    """What a site remembers: its handler, its number at the server, and its last answer."""
+
+    def __init__(self, handle: Callable[[Tree], Tree], directory: Path, ready: Callable[[], None] | None) -> None:
+        self._handle, self._ready = handle, ready
+        self._answer, self._node = directory / "answer.safetensors", directory / "node"
+        self.connections = 0
+        self._last = None  # the request that the file answers
+        with suppress(OSError, DataError):  # a first start, or an answer that is worth nothing any more
+            self._last = tree.decode(self._answer.read_bytes())["id"]
+
+    def node_id(self) -> int | None:
+        """The number under which this site, or the process before it, was connected."""
+        with suppress(OSError, ValueError):
+            return int(self._node.read_text())
+        return None
+
+    def connected(self, node_id: int) -> None:
+        self.connections += 1
+        write_atomic(self._node, str(node_id))
+        _log.info("connected as node %s", node_id)
+        if self._ready is not None and self.connections == 1:
+            self._ready()
+
+    def answer(self, records: RecordDict) -> RecordDict:
+        """The answer to a request, new or kept; an error is an answer too."""
+        name = None
+        try:
+            request = from_records(records)
+            name, seconds, body = request["id"], request["seconds"], request["body"]
+            if name is not None and name == self._last:
+                return to_records(tree.decode(self._answer.read_bytes()))
+            with _limited(seconds):
+                answer = {"id": name, "body": self._handle(body)}
+                sent = to_records(answer)
+                write_atomic(self._answer, tree.encode(answer))
+            self._last = name
+            return sent
+        except _OutOfTime:
+            _log.warning("request %s was not answered in its time", name)
+            return to_records({"id": name, "error": "it was not done in time"})
+        except FedstillError as error:
+            return to_records({"id": name, "error": " ".join(str(error).split())})
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever the handler raises is told to the server)
+            _log.error("request %s: %r", name, error, exc_info=True)
+            return to_records({"id": name, "error": traceback.format_exc()})
+
+
+def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    try:
+        key = load_ssh_private_key(path.read_bytes(), None)
+    except OSError as error:
+        raise FedstillError(f"the key {path} cannot be read: {error.strerror}") from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise FedstillError(f"{path} is not a private key in OpenSSH's format: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise FedstillError(f"{path} is not an elliptic-curve key; make one with `ssh-keygen -t ecdsa -b 384`")
+    return key
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Two processes that are the same site would take each other's place at the server in turn."""
+    with (directory / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FedstillError(f"{directory} is in use: another process is this site") from error
+        yield
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM and SIGINT end what is inside; a second one does so without signing off."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+        # Signing off takes one request; a server that does not respond has 2 s for it.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, 2)
+        raise _Stopped
+
+    before = {each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Give up what takes longer than the server waits: a site that hangs would miss every later request too."""
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, max(0.001, float(seconds)))
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGALRM) is late:  # else a stop has set its own
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def _meet(server: str, ca: Path | None) -> bytes | None:
+    """Wait until something listens at `server`, and return what `ca` holds; FedstillError if it does not vouch for it.
+
+    Flower's client takes a wrong certificate for a bad connection, and a server that wants TLS likewise.
+    """
+    host, _, port = server.rpartition(":")
+    if not host or not port.isdecimal():
+        raise FedstillError(f"server {server!r} is not host:port")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusted = None
+    if ca is None:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    else:
+        try:
+            trusted = ca.read_bytes()
+            context.load_verify_locations(cadata=trusted.decode("ascii"))
+        except (OSError, ValueError) as error:
+            raise FedstillError(f"the CA certificate {ca} cannot be read: {error}") from error
+    wait = first = 0.25
+    while True:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), _GREETING) as plain:
+                plain.settimeout(3 if ca is None else _GREETING)
+                with context.wrap_socket(plain, server_hostname=host.strip("[]")):
+                    if ca is None:
+                        raise FedstillError(f"{server} wants an encrypted connection; give its CA certificate")
+                    return trusted
+        except ssl.SSLCertVerificationError as error:
+            raise FedstillError(f"{server} is not the server that {ca} vouches for: {error.verify_message}") from error
+        except (OSError, ValueError) as error:
+            spoke_plainly = isinstance(error, ssl.SSLError) and error.reason in _PLAIN
+            if ca is None and (spoke_plainly or isinstance(error, TimeoutError | ssl.SSLEOFError)):
+                return None
+            if spoke_plainly:
+                raise FedstillError(f"{server} does not encrypt; it is not the server meant, or has no TLS") from error
+            if wait == first:
+                _log.warning("%s does not answer (%s); trying until it does", server, error)
+        time.sleep(wait)
+        wait = min(_BACKOFF, 2 * wait)

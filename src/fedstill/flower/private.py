@@ -1,0 +1,476 @@
+"""Every use of what Flower 1.41 does not promise to keep, with its reason: an upgrade of Flower is checked here.
+
+Run as a program this file is the SuperLink's process, which should not wait for PyTorch: it imports nothing of
+fedstill's.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import logging
+import os
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+# Flower reads these when it is imported; they keep it from calling home.
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+
+import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+_log = logging.getLogger("fedstill.flower")
+logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each request
+logging.getLogger("flwr").setLevel(logging.ERROR)  # else one for each message, and for each attempt to connect
+
+RESEND = (3, 4, 5, 8)
+"""Errors of Flower's after which the same request can still be answered: message or answer lost, node away, crashed."""
+
+_SECRET_HEADER = "x-fedstill"
+_MOST_OBJECTS = 10_000  # in one answer; each costs a request
+_OVERHEAD = 1 << 16  # bytes of an answer that are Flower's own
+_MOST_BACKOFF = 5  # seconds between a site's attempts to reach the server
+
+# ---------------------------------------------------------------------------------------------- the SuperLink's process
+
+
+@dataclass
+class _Guard:
+    """Flower serves all its interfaces on one port, and the one that starts runs and adds keys asks for nothing.
+
+    Here sites reach the Fleet interface only, with a key that is known and bodies of bounded size (Flower reads a
+    body before it looks at the signature); everything else wants the secret that this process was given.
+    """
+
+    app: Callable[..., Any]
+    secret: str
+    keys: frozenset[str]
+    limit: int
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await (self.app(scope, receive, send) if scope["type"] == "lifespan" else send({"type": "websocket.close"}))
+            return
+        headers = {name.decode("latin1"): value.decode("latin1") for name, value in scope["headers"]}
+        ours = hmac.compare_digest(headers.get(_SECRET_HEADER, "").encode(), self.secret.encode())
+        status = 0 if ours else self._refusal(scope["path"], headers)
+        if not status:
+            await self.app(scope, receive, send)
+            return
+        end = [(b"content-length", b"0"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": status, "headers": end})
+        await send({"type": "http.response.body", "body": b""})
+
+    def _refusal(self, path: str, headers: dict[str, str]) -> int:
+        from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
+
+        length = headers.get("content-length", "")
+        if not path.startswith("/v1/fleet/") or path.endswith("/register-node"):
+            return 404
+        if headers.get(FLEET_HTTP_PUBLIC_KEY_HEADER.lower()) not in self.keys:
+            return 401
+        if not length.isdecimal() or "transfer-encoding" in headers:
+            return 411
+        return 413 if int(length) > self.limit else 0
+
+
+def _superlink() -> None:
+    """Flower's SuperLink behind the guard; ends when the process that started it does."""
+    told = json.load(sys.stdin)
+
+    def end_with_parent() -> None:
+        while os.getppid() == told["parent"]:
+            time.sleep(0.5)
+        os._exit(0)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+    from flwr.superlink import extensions
+    from flwr.superlink.cli import flower_superlink
+    from starlette.middleware import Middleware
+
+    guard = Middleware(  # larger arrays come in chunks; twice that leaves room for long JSON
+        _Guard, secret=told["secret"], keys=frozenset(told["keys"]), limit=2 * FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+    )
+    extensions.get_middleware = lambda: (guard,)  # the hook where Flower's paid extension adds its own
+    # uvicorn's line per request cannot be switched off: ten a second and site would fill the disk.
+    logging.getLogger("uvicorn.access").addFilter(lambda record: False)
+    flower_superlink()
+
+
+# ----------------------------------------------------------------------------------------------------- the server's end
+
+_APP = b"""[project]
+name = "fedstill"
+version = "1.0.0"
+description = "A run of fedstill"
+license = { file = "LICENSE" }
+dependencies = ["flwr>=1.41.0"]
+[tool.flwr.app]
+publisher = "fedstill"
+fab-format-version = 1
+flwr-version-target = "1.41.0"
+[tool.flwr.app.components]
+serverapp = "fedstill.flower.link:installed"
+clientapp = "fedstill.flower.node:installed"
+"""
+"""Flower starts no run without an app; this one only has a name, because both its ends run already."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the SuperLink of this machine answers, and what it needs to hear."""
+
+    place: str
+    tls: ssl.SSLContext | None
+    secret: str
+
+    def client(self, kind: type[Any], *interceptors: Any) -> Any:
+        """A client of one of Flower's interfaces that the guard lets in, and that never retries by itself."""
+        scheme = "http" if self.tls is None else "https"
+        return kind(f"{scheme}://{self.place}", interceptors=[self, *interceptors], verify=self.tls or True)
+
+    def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
+        context.request.headers[_SECRET_HEADER] = self.secret
+        return call_next(context)
+
+    def answers(self) -> bool:
+        """Whether the SuperLink serves requests."""
+        scheme = "http" if self.tls is None else "https"
+        try:
+            with httpx.Client(verify=self.tls or True, timeout=5, headers={_SECRET_HEADER: self.secret}) as client:
+                return client.get(f"{scheme}://{self.place}/health").is_success
+        except httpx.TransportError:
+            return False
+
+
+@dataclass(frozen=True)
+class Node:
+    """A connected SuperNode; `activated` changes whenever it connects anew."""
+
+    id: int
+    activated: str
+
+
+class Run:
+    """A run on the SuperLink whose ServerApp is this process.
+
+    Flower would start the ServerApp itself, from an app that it installs. Ours lives in a program of its own: it takes
+    the run's task and token as Flower's executor does. Clients are made without Flower's retries, which wait up to
+    20 s and on a 401 send this process SIGINT.
+    """
+
+    def __init__(self, address: Address, keys: Mapping[str, bytes]) -> None:
+        from flwr.common.serde import run_from_proto
+        from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest
+        from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
+        from flwr.supercore.runtime import RuntimeHttpClient
+        from flwr.supercore.task_identity import TaskIdentity
+        from flwr.superlink.grid import HttpGrid
+
+        run = self._start(address, keys)
+        with address.client(RuntimeHttpClient, RuntimeVersionHttpInterceptor(component_name="SuperExec")) as executor:
+            task = executor.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-serverapp"]))
+            while task.token and task.task.run_id != run:  # of a run that a killed server left behind
+                task = executor.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-serverapp"]))
+        if not task.token:
+            raise httpx.RemoteProtocolError("the SuperLink gave its own server no token")
+        self._grid = HttpGrid(address.place, token=task.token)
+        self._client = self._grid._client = address.client(
+            RuntimeHttpClient,
+            RuntimeVersionHttpInterceptor(component_name="flwr-serverapp"),
+            RuntimeTokenHttpInterceptor(task.token),
+        )
+        given = self._client.PullTaskInput(PullTaskInputRequest())
+        # Message() takes the run and the sender from here.
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = given.task_id, run, given.context.node_id
+        self._grid.set_run(run_from_proto(given.run))
+        self._id = run
+
+    @staticmethod
+    def _start(address: Address, keys: Mapping[str, bytes]) -> int:
+        from flwr.cli.build import build_fab_from_files
+        from flwr.common.serde import fab_to_proto
+        from flwr.proto.control_pb2 import (
+            ListNodesRequest,
+            ListRunsRequest,
+            RegisterNodeRequest,
+            StartRunRequest,
+            StopRunRequest,
+        )
+        from flwr.supercore.control import ControlHttpClient
+        from flwr.supercore.fab import Fab
+
+        fab, _ = build_fab_from_files({"pyproject.toml": _APP, "LICENSE": b"Apache-2.0\n"})
+        with address.client(ControlHttpClient) as control:
+            known = {node.public_key for node in control.ListNodes(ListNodesRequest()).nodes_info}
+            for name, key in keys.items():
+                if key not in known:
+                    control.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
+            for old in control.ListRuns(ListRunsRequest()).run_dict.values():
+                if old.status.status != "finished":  # else sites would be given what nobody waits for
+                    control.StopRun(StopRunRequest(run_id=old.run_id))
+            app = fab_to_proto(Fab(hashlib.sha256(fab).hexdigest(), fab, {}))
+            return int(control.StartRun(StartRunRequest(fab=app)).run_id)
+
+    def nodes(self) -> dict[bytes, Node]:
+        """The SuperNodes connected now, by public key."""
+        return {node.public_key: Node(node.node_id, node.last_activated_at) for node in self._grid.get_nodes()}
+
+    def push(self, letters: list[tuple[Node, RecordDict]], *, seconds: float) -> list[str]:
+        """Send records to nodes; the messages' ids, in order. Arrays that several have are uploaded once."""
+        messages = [Message(records, node.id, "query", ttl=seconds) for node, records in letters]
+        return list(self._grid.push_messages(messages))
+
+    def pull(self, message: str, *, most_bytes: int, seconds: float) -> Message | None:
+        """The answer to a message, if there is one. ValueError when it is too large.
+
+        As `Grid.pull_messages`, which however waits without limit for an upload that was announced, and holds
+        everything in memory before its size can be asked.
+        """
+        from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+        from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+        from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+        from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
+        from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
+
+        found = self._client.PullMessages(PullAppMessagesRequest(message_ids=[message]))
+        if not found.messages_list:
+            return None
+        answer = found.messages_list[0].metadata.message_id
+        objects = [node.object_id for node in iterate_object_tree(found.message_object_trees[0])]
+        if len(objects) > _MOST_OBJECTS:
+            raise ValueError(f"it has {len(objects):,} parts")
+        pull = make_pull_object_fn_protobuf(self._client.PullObject, self._grid.node, self._id)
+        size = 0
+
+        def counted(name: str) -> bytes:
+            nonlocal size
+            content = pull(name)
+            size += len(content)
+            if size > most_bytes + _OVERHEAD:
+                raise ValueError(f"it has more than the {most_bytes:,} bytes allowed")
+            return content
+
+        contents = pull_objects(
+            objects, counted, max_time=seconds, max_tries_per_object=None, initial_backoff=0.05, backoff_cap=1
+        )
+        self._client.ConfirmMessageReceived(
+            ConfirmMessageReceivedRequest(node=self._grid.node, run_id=self._id, message_object_id=answer)
+        )
+        _check_arrays(contents, most_bytes)
+        message_ = inflate_object_from_contents(answer, contents)
+        if not isinstance(message_, Message):
+            raise ValueError("it is no message")
+        return message_
+
+    def beat(self) -> bool:
+        """Tell the SuperLink that this process lives; False when it has given the run up."""
+        from flwr.proto.runtime_pb2 import SendTaskHeartbeatRequest
+
+        try:
+            return bool(self._client.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code in (401, 403):
+                return False
+            raise
+
+    def end(self) -> None:
+        """Finish the run: sites are asked nothing more."""
+        from flwr.proto.runtime_pb2 import PushTaskOutputRequest
+
+        with suppress(httpx.HTTPError):
+            self._client.PushTaskOutput(PushTaskOutputRequest(sub_status="completed"))
+        self._grid.close()
+
+
+def _check_arrays(contents: dict[str, bytes], most_bytes: int) -> None:
+    """An array may name one of its chunks any number of times, and Flower would put them all together."""
+    from flwr.supercore.inflatable.inflatable_object import _get_object_body, get_object_head_values_from_object_content
+
+    size = 0
+    for content in contents.values():
+        kind, children, _ = get_object_head_values_from_object_content(content)
+        if kind == "Array":
+            size += sum(len(contents[children[i]]) for i in json.loads(_get_object_body(content))["arraychunk_ids"])
+    if size > most_bytes + _OVERHEAD:
+        raise ValueError(f"its arrays have {size:,} bytes, more than the {most_bytes:,} allowed")
+
+
+# --------------------------------------------------------------------------------------------------------- a site's end
+
+
+class Refused(Exception):
+    """The SuperLink does not let this site in; `status` is HTTP's, 426 for another version of Flower, or None."""
+
+    def __init__(self, reason: str, status: int | None) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+def supernode(
+    server: str,
+    ca: bytes | None,
+    key: ec.EllipticCurvePrivateKey,
+    *,
+    predecessor: int | None,
+    connected: Callable[[int], None],
+    answer: Callable[[RecordDict], RecordDict],
+) -> None:
+    """Flower's SuperNode until it loses its place at the SuperLink; Refused if it finds none.
+
+    Flower's SuperNode leaves a message to a ClientApp in another process and polls until that has answered. Here the
+    ClientApp is called in its stead, so one process lives as long as the site and no local port is opened.
+    """
+    import flwr.supercore.interceptors.http.runtime_version as version
+    import flwr.supernode.fleet_http_connection as connection
+    import flwr.supernode.start_client_internal as node
+    from flwr.supercore.exit import ExitCode
+    from flwr.supercore.object_store import ObjectStoreFactory
+    from flwr.supernode.nodestate import NodeStateFactory
+
+    app = ClientApp()
+    idle_since = time.monotonic()
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        return Message(answer(message.content), reply_to=message)
+
+    def answer_and_push(*, state: Any, object_store: Any, **network: Any) -> None:
+        nonlocal idle_since
+        for bare in state.get_messages_legacy(is_reply=False):
+            state.record_message_processing_start(bare.metadata.message_id)
+            message, context = _inflated(bare, object_store), Context(0, 0, {}, RecordDict(), {})
+            node._insert_message(app(message, context), state, object_store)
+            state.record_message_processing_end(bare.metadata.message_id)
+        push(state=state, object_store=object_store, **network)
+        idle_since = time.monotonic()
+
+    @contextmanager
+    def connect(server: str, insecure: bool, ca: Any, _: Any, *limits: Any) -> Iterator[Any]:
+        # With our key also where there is no TLS: start_client_internal refuses that, and would make a new one.
+        with activate(server, insecure, ca, (key, key.public_key()), *limits) as callbacks:
+            connected(callbacks[0])
+            yield callbacks
+
+    def refuse(code: int, reason: str | None = None, **_: Any) -> NoReturn:
+        error = sys.exc_info()[1]
+        if isinstance(error, Refused):
+            raise error
+        status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else None
+        raise Refused(" ".join(str(reason).split()), 426 if code == ExitCode.RUNTIME_VERSION_INCOMPATIBLE else status)
+
+    push, activate = node._push_messages, connection.http_request_response
+    if predecessor is not None:
+        _sign_off(server, ca, key, predecessor)
+    # Flower's own: sleeps of 3 s; handlers and exits that end the process within 5 s; SIGINT to itself on a 401.
+    harmless = SimpleNamespace(getpid=os.getpid, kill=lambda *_: None)
+    brisk = SimpleNamespace(sleep=lambda _: time.sleep(pause(time.monotonic() - idle_since)))
+    with (
+        patch.multiple(node, _push_messages=answer_and_push, http_request_response=connect, time=brisk),
+        patch.object(node, "register_signal_handlers", lambda **_: None),
+        patch.multiple(connection, flwr_exit=refuse, HeartbeatSender=_heartbeat, os=harmless),
+        patch.object(connection, "make_simple_http_retry_invoker", _retry_invoker),
+        patch.object(version, "flwr_exit", refuse),
+    ):
+        node.start_client_internal(
+            state_factory=NodeStateFactory(objectstore_factory=ObjectStoreFactory()),
+            server_address=server,
+            root_certificates=ca,
+            insecure=ca is None,
+            node_config={},
+            isolation="process",
+        )
+
+
+def pause(waited: float) -> float:
+    """Seconds until the next look: short at first, and never more than a twentieth of the wait so far, or a second."""
+    return min(1.0, max(0.1, waited / 20))
+
+
+def _inflated(bare: Message, store: Any) -> Message:
+    """A message that the SuperNode has received, with its content; Flower hands that out over HTTP only."""
+    from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+    from flwr.supercore.task_identity import TaskIdentity
+
+    name = bare.metadata.message_id
+    contents = {part.object_id: store.get(part.object_id) for part in iterate_object_tree(store.get_object_tree(name))}
+    message = inflate_object_from_contents(name, contents)
+    assert isinstance(message, Message)
+    message.metadata.__dict__["_message_id"] = name  # not part of what is sent, as it is its hash
+    store.delete(name)
+    # A reply takes its sender's task from here.
+    TaskIdentity.task_id, TaskIdentity.run_id = 0, bare.metadata.run_id
+    TaskIdentity.node_id = bare.metadata.dst_node_id
+    return message
+
+
+def _sign_off(server: str, ca: bytes | None, key: ec.EllipticCurvePrivateKey, node_id: int) -> None:
+    """End the session of a killed process: for a minute the SuperLink thinks it alive and would refuse a second."""
+    from flwr.proto.fleet_pb2 import DeactivateNodeRequest
+    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+    from flwr.supernode.fleet_http_client import FleetHttpClient
+    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+    signed: list[Any] = [RuntimeVersionHttpInterceptor(component_name="SuperNode")]
+    signed += [NodeAuthHttpInterceptor(key, key.public_key())]
+    with suppress(httpx.HTTPError), FleetHttpClient.from_server_address(server, ca is None, ca, signed) as client:
+        client.DeactivateNode(DeactivateNodeRequest(node_id=node_id))
+
+
+def _heartbeat(beat: Callable[[], bool]) -> Any:
+    """Flower's heartbeats, which no error ends: else a site would work on, but be asked nothing any more."""
+    from flwr.supercore.heartbeat import HeartbeatSender
+
+    def steady() -> bool:
+        try:
+            return beat()
+        except Exception:  # noqa: BLE001 (whatever it was, the next one may succeed, and pulling messages tells if none does)
+            return False
+
+    return HeartbeatSender(steady)
+
+
+def _retry_invoker() -> Any:
+    """Flower's retries of single requests, with shorter waits; a 401 is left to us instead of a SIGINT."""
+    from flwr.supercore.retry import exponential, make_simple_http_retry_invoker
+
+    invoker = make_simple_http_retry_invoker()
+    giveup, backoff = invoker.should_giveup, invoker.on_backoff
+    invoker.wait_gen_factory = lambda: exponential(max_delay=_MOST_BACKOFF)
+
+    def ours(error: Exception) -> bool:
+        unknown = isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.UNAUTHORIZED
+        return unknown or (giveup is not None and giveup(error))
+
+    def told_once(state: Any) -> None:
+        if state.tries == 1:
+            _log.warning("the server does not answer (%s); trying until it does", state.exception)
+        if backoff is not None:
+            backoff(state)
+
+    invoker.should_giveup, invoker.on_backoff = ours, told_once
+    return invoker
+
+
+def header_of(public_key: bytes) -> str:
+    """How a SuperNode states its public key (PEM) in the head of its requests."""
+    return base64.b64encode(public_key).decode("ascii")
+
+
+if __name__ == "__main__":
+    _superlink()

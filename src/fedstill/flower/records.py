@@ -1,0 +1,88 @@
+"""Trees as Flower's records: tensors as a named ArrayRecord, the rest as JSON. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from torch import Tensor
+
+from fedstill.core.errors import DataError
+from fedstill.core.tree import Tree
+
+_TENSOR = "$tensor"
+_HEADER = 1024  # bytes that the head of a .npy may take
+_DTYPES = {str(np.dtype(name)): np.dtype(name) for name in ("float16", "float32", "float64", "bool", "uint8", "int8")}
+_DTYPES |= {name: np.dtype(name) for name in ("int16", "int32", "int64")}
+
+
+def to_records(tree: Tree) -> RecordDict:
+    """A tree as records; each tensor is named by its place, such as `message/model`."""
+    arrays: dict[str, Array] = {}
+
+    def strip(node: Tree, place: str) -> Any:
+        if isinstance(node, Tensor):
+            arrays[place] = Array(node.detach().contiguous().numpy())
+            return {_TENSOR: place}
+        if isinstance(node, dict):
+            return {key: strip(value, f"{place}/{key}" if place else key) for key, value in node.items()}
+        if isinstance(node, list | tuple):
+            return [strip(value, f"{place}/{i}") for i, value in enumerate(node)]
+        return node
+
+    shape = json.dumps(strip(tree, ""))
+    return RecordDict({"tensors": ArrayRecord(arrays), "tree": ConfigRecord({"json": shape})})
+
+
+def from_records(records: RecordDict, *, most_bytes: int | None = None) -> Tree:
+    """The tree that records hold; what is not such a tree, or is larger than allowed, is refused."""
+    if not isinstance(records.get("tensors"), ArrayRecord) or not isinstance(records.get("tree"), ConfigRecord):
+        raise DataError("it is not a message of fedstill's")
+    arrays: dict[str, Array] = dict(records.array_records["tensors"])
+    text = records.config_records["tree"].get("json")
+    if not isinstance(text, str):
+        raise DataError("it is not a message of fedstill's")
+    size = len(text) + sum(len(array.data) for array in arrays.values())
+    if most_bytes is not None and size > most_bytes:
+        raise DataError(f"it has {size:,} bytes, more than the {most_bytes:,} allowed")
+    tensors = {place: _tensor(place, array) for place, array in arrays.items()}
+
+    def fill(node: Any) -> Tree:
+        if isinstance(node, dict):
+            if node.keys() == {_TENSOR}:
+                if node[_TENSOR] not in tensors:
+                    raise DataError(f"it lacks the tensor {node[_TENSOR]}")
+                return tensors[node[_TENSOR]]
+            return {key: fill(value) for key, value in node.items()}
+        return [fill(value) for value in node] if isinstance(node, list) else node
+
+    try:
+        return fill(json.loads(text))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"its JSON cannot be read: {error}") from error
+
+
+def _tensor(place: str, array: Array) -> Tensor:
+    """An array as a tensor. Its own description is believed only where its bytes agree: NumPy would allocate by it."""
+    dtype, shape = _DTYPES.get(array.dtype), tuple(array.shape)
+    if dtype is None or any(not isinstance(n, int) or n < 0 for n in shape):
+        raise DataError(f"{place}: {array.dtype} of shape {shape} is not an array of numbers")
+    count = math.prod(shape) * dtype.itemsize
+    if not 0 <= len(array.data) - count <= _HEADER:
+        raise DataError(f"{place}: {len(array.data):,} bytes do not hold {array.dtype} of shape {shape}")
+    stream = io.BytesIO(array.data)
+    try:
+        version = np.lib.format.read_magic(stream)
+        head = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        told = head(stream)
+        if told[0] != shape or told[2] != dtype or len(array.data) - stream.tell() != count:
+            raise DataError(f"{place}: its {len(array.data):,} bytes do not hold {dtype} of shape {shape}")
+        found = np.frombuffer(array.data, dtype, offset=stream.tell()).reshape(shape, order="F" if told[1] else "C")
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{place}: {error}") from error
+    return torch.from_numpy(np.array(found, order="C"))

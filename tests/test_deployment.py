@@ -1,0 +1,171 @@
+"""Server and sites as processes of their own, over Flower with TLS and keys, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SMALL
+
+import fedstill
+
+pytest.importorskip("flwr")
+pytestmark = pytest.mark.xdist_group("flower")
+
+NAMES = ("north", "south", "west")
+SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k not in ("engine", "clients")}
+SETTINGS |= {"model": "mlp", "model_options": {"hidden": [8]}, "participation": 1.0, "rounds": 2}
+PATIENCE = 120.0  # seconds, on a machine that does other things too
+
+
+@dataclass
+class Trial:
+    """A folder with keys, and the processes that were started in it."""
+
+    folder: Path
+    port: int
+    running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, *words: str, log: str) -> subprocess.Popen[bytes]:
+        with (self.folder / log).open("ab") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fedstill", *words], cwd=self.folder, stdout=file, stderr=file,
+                start_new_session=True,
+            )  # fmt: skip
+        self.running.append(process)
+        return process
+
+    def join(self, name: str, key: str = "", folder: str = "") -> subprocess.Popen[bytes]:
+        place = ["--directory", folder] if folder else []
+        key = key or f"keys/sites/{name}"
+        return self.start(
+            "join", f"127.0.0.1:{self.port}", "--key", key, "--ca", "keys/ca.pem", *place, log=f"{name}.log"
+        )
+
+    def serve(self, out: str, method: str, *words: str, **settings: Any) -> subprocess.Popen[bytes]:
+        (self.folder / f"{out}.toml").write_text(toml(SETTINGS | settings | {"method": method}))
+        return self.start(
+            "serve", f"{out}.toml", "--keys", "keys", "--port", str(self.port), "--out", out, *words, log=f"{out}.log"
+        )
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def ends_well(self, process: subprocess.Popen[bytes], name: str) -> None:
+        assert process.wait(PATIENCE) == 0, self.log(name)
+
+    def stop(self) -> None:
+        for process in self.running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def toml(settings: dict[str, Any]) -> str:
+    from fedstill.experiment.config import resolve
+
+    return resolve(settings | {"clients": len(NAMES)}).toml()
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
+    folder = tmp_path_factory.mktemp("trial")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = Trial(folder, port)
+    try:
+        words = [word for name in NAMES for word in ("--site", name)]
+        assert found.start("keys", "keys", *words, "--host", "127.0.0.1", log="keys.log").wait(PATIENCE) == 0
+        for name in NAMES:
+            found.join(name)
+        yield found
+    finally:
+        found.stop()
+
+
+def alone(path: Path, method: str, **settings: Any) -> Any:
+    return fedstill.run(method, **SETTINGS | settings | {"clients": 3}, engine="inline", out=path)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    lines = (path / "metrics.jsonl").read_text().splitlines() if (path / "metrics.jsonl").exists() else []
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("fedavg", {}), ("fedkf", {"width": 8, "z_dim": 8}), ("dafkd", {"adv_rounds": 1, "batches": 1})],
+)
+def test_three_sites_come_to_the_bits_of_a_run_on_one_machine(
+    trial: Trial, method: str, settings: dict[str, Any]
+) -> None:
+    out = f"run-{method}"
+    trial.ends_well(trial.serve(out, method, **settings), out)
+    alone(trial.folder / f"alone-{method}", method, **settings)
+    ours, theirs = (trial.folder / name / "model.safetensors" for name in (out, f"alone-{method}"))
+    assert ours.read_bytes() == theirs.read_bytes()
+    numbers = ("accuracy", "amp", "fm", "wlp", "train_loss", "bytes_up")
+    there, here = records(trial.folder / out), records(trial.folder / f"alone-{method}")
+    assert [[r[n] for n in numbers] for r in there] == [[r[n] for n in numbers] for r in here]
+
+
+def test_a_killed_server_and_a_killed_site_go_on_where_they_were(trial: Trial) -> None:
+    server = trial.serve("killed", "scaffold", rounds=5)
+    until(lambda: len(records(trial.folder / "killed")) >= 1)
+    server.kill()
+    server.wait()
+    north = trial.running[1]
+    north.kill()
+    north.wait()
+    trial.running[1] = trial.join("north")
+    trial.ends_well(trial.serve("killed", "scaffold", rounds=5), "killed")
+    alone(trial.folder / "alone-scaffold", "scaffold", rounds=5)
+    assert [r["round"] for r in records(trial.folder / "killed")] == [1, 2, 3, 4, 5]
+    assert [r["dropped"] for r in records(trial.folder / "killed")] == [0] * 5
+    ours, theirs = (trial.folder / name / "model.safetensors" for name in ("killed", "alone-scaffold"))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_round_completes_without_a_site_that_died(trial: Trial) -> None:
+    server = trial.serve("without", "fedavg", "--timeout", "6", rounds=4)
+    until(lambda: len(records(trial.folder / "without")) >= 1)
+    west = trial.running[3]
+    west.kill()
+    west.wait()
+    trial.ends_well(server, "without")
+    dropped = [r["dropped"] for r in records(trial.folder / "without")]
+    assert dropped[0] == 0
+    assert dropped[-1] == 1
+    assert "client 2 dropped" in (trial.folder / "without/log.txt").read_text()
+    trial.running[3] = trial.join("west")
+
+
+def test_a_key_that_the_server_does_not_know_is_refused(trial: Trial) -> None:
+    words = ["--site", "stranger", "--host", "127.0.0.1"]
+    assert trial.start("keys", "other", *words, log="keys.log").wait(PATIENCE) == 0
+    server = trial.serve("refusing", "fedavg", rounds=300)
+    until(lambda: len(records(trial.folder / "refusing")) >= 1)
+    stranger = trial.join("stranger", key="other/sites/stranger")
+    assert stranger.wait(PATIENCE) != 0
+    assert "does not know the key" in " ".join(trial.log("stranger").split())
+    assert server.poll() is None, "and the others go on"
+    os.killpg(server.pid, signal.SIGTERM)
+    server.wait(PATIENCE)

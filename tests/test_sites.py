@@ -1,0 +1,219 @@
+"""A federation of sites that hold their own data, over a wire that the test controls."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL
+
+import fedstill
+from fedstill.core import tree
+from fedstill.core.tree import Tree
+from fedstill.experiment.config import resolve
+from fedstill.experiment.runner import Listener
+from fedstill.experiment.sites import Site, Terms, serve
+
+SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"} | {"clients": 3, "participation": 1.0}
+NAMES = ("north", "south", "west")
+
+
+@dataclasses.dataclass
+class Silence:
+    reason: str
+
+
+class Wire:
+    """Sites in this process, behind bytes."""
+
+    def __init__(self, folder: Path, **data: str) -> None:
+        self.sites = {name: Site(folder / name, data=data.get(name, "")) for name in NAMES}
+        self.away = set[str]()
+
+    def present(self) -> set[str]:
+        return set(self.sites) - self.away
+
+    def ask(
+        self, requests: Mapping[str, Tree], *, timeout: float, name: str | None = None
+    ) -> Iterator[tuple[str, Any]]:
+        for site, request in reversed(list(requests.items())):  # answers come in any order
+            if site in self.away:
+                yield site, Silence(f"no answer within {timeout:g} s")
+            else:
+                yield site, self.answer(site, tree.decode(tree.encode(request)))
+
+    def answer(self, name: str, request: Tree) -> Any:
+        return tree.decode(tree.encode(self.sites[name].handle(request)))
+
+
+def served(wire: Wire, out: Path, method: str = "fedavg", listener: Listener | None = None, **settings: Any) -> Any:
+    config = resolve(SETTINGS | settings | {"method": method})
+    return serve(config, NAMES, wire, out, terms=Terms(timeout=5), pause=lambda: False, listener=listener)
+
+
+def alone(out: Path, method: str = "fedavg", **settings: Any) -> Any:
+    return fedstill.run(method, **SETTINGS | settings, out=out, engine="inline")
+
+
+def weights(path: Path) -> bytes:
+    return (path / "model.safetensors").read_bytes()
+
+
+NUMBERS = ("round", "accuracy", "loss", "amp", "fm", "wlp", "local_accuracy", "train_loss", "bytes_up", "dropped")
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("fedavg", {}),
+        ("fedavg", {"local_unit": "equal_steps", "participation": 0.67, "model": "resnet8"}),
+        ("scaffold", {}),
+        ("fedkf", {"width": 8, "z_dim": 8}),
+        ("dafkd", {}),
+        ("fedavg+ccvr", {}),
+        ("fedavg+f2l", {"regions": 2, "rounds_per_episode": 1, "pool": 0.2}),
+        ("fedhyb", {"proxy": "pool", "pool": 0.2}),
+    ],
+)
+def test_sites_come_to_the_bits_of_a_run_on_one_machine(tmp_path: Path, method: str, settings: dict[str, Any]) -> None:
+    there = served(Wire(tmp_path), tmp_path / "served", method, **settings)
+    here = alone(tmp_path / "alone", method, **settings)
+    assert weights(tmp_path / "served") == weights(tmp_path / "alone")
+    for ours, theirs in zip(here.records, there.records, strict=True):
+        assert {k: ours[k] for k in NUMBERS} == {k: theirs[k] for k in NUMBERS}
+
+
+def test_the_server_never_sees_a_sample_or_a_label(tmp_path: Path) -> None:
+    class Watched(Wire):
+        def answer(self, name: str, request: Tree) -> Any:
+            said = super().answer(name, request)
+            seen.append(said)
+            return said
+
+    seen: list[Any] = []
+    served(Watched(tmp_path), tmp_path / "run")
+    shapes = {tuple(sorted(said)) for said in seen}
+    assert shapes == {("samples", "tests"), ("message", "metrics", "samples"), ("hits",)}
+
+
+def test_a_site_that_is_away_is_left_out_and_counts_again_when_it_is_back(tmp_path: Path) -> None:
+    wire = Wire(tmp_path)
+
+    class Leaving(Listener):
+        def round_done(self, record: dict[str, Any]) -> None:
+            wire.away = {1: {"south"}, 2: set()}.get(record["round"], set())
+
+    result = served(wire, tmp_path / "run", rounds=3, listener=Leaving())
+    assert [r["dropped"] for r in result.records] == [0, 1, 0]
+    assert "client 1 dropped: no answer within 5 s" in (tmp_path / "run/log.txt").read_text()
+
+
+def sizes(path: Path) -> list[int]:
+    lines = (path / "clients.csv").read_text().splitlines()[1:]
+    return [int(line.split(",")[1]) for line in lines]
+
+
+def test_a_site_that_comes_late_takes_part_from_then_on(tmp_path: Path) -> None:
+    wire = Wire(tmp_path)
+    wire.away = {"west"}
+
+    class Coming(Listener):
+        def round_done(self, record: dict[str, Any]) -> None:
+            wire.away = set()
+
+    result = served(wire, tmp_path / "run", "fedavg+t1", rounds=2, listener=Coming())
+    assert [r["clients"] for r in result.records] == [2, 3]
+    assert [r["dropped"] for r in result.records] == [0, 0]
+    assert 0 not in sizes(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda a: {"message": {"model": a["message"]["model"][:-1]}}, "has shape"),
+        (lambda a: {"message": {"weights": a["message"]["model"]}}, "it holds"),
+        (lambda a: {"message": {"model": a["message"]["model"] * torch.nan}}, "not finite"),
+        (lambda a: {"message": "hello"}, "not a dict"),
+        (lambda a: {"samples": -3}, "samples"),
+        (lambda a: {"samples": True}, "samples"),
+        (lambda a: {"metrics": {"train_loss": "low"}}, "metrics are not numbers"),
+        (lambda a: {"error": "out of disk"}, "out of disk"),
+    ],
+)
+def test_a_bad_answer_is_dropped_and_changes_nothing_else(tmp_path: Path, change: Any, reason: str) -> None:
+    class Lying(Wire):
+        def answer(self, name: str, request: Tree) -> Any:
+            said = super().answer(name, request)
+            return said | change(said) if name == "south" and "message" in said else said
+
+    wire = Wire(tmp_path / "without")
+    wire.away = {"south"}
+    without = served(wire, tmp_path / "without/run", rounds=1)
+    result = served(Lying(tmp_path / "lying"), tmp_path / "lying/run", rounds=1)
+    assert [r["dropped"] for r in result.records] == [1]
+    assert reason in (tmp_path / "lying/run/log.txt").read_text()
+    assert without.records[0]["accuracy"] == result.records[0]["accuracy"]
+
+
+def test_a_server_that_was_killed_goes_on_and_sites_that_restarted_too(tmp_path: Path) -> None:
+    class Killed(Exception):
+        pass
+
+    class Kill(Listener):
+        def round_done(self, record: dict[str, Any]) -> None:
+            if record["round"] == 2:
+                raise Killed
+
+    with pytest.raises(Killed):
+        served(Wire(tmp_path), tmp_path / "run", "scaffold", rounds=4, listener=Kill())
+    result = served(Wire(tmp_path), tmp_path / "run", "scaffold", rounds=4)
+    assert [r["round"] for r in result.records] == [1, 2, 3, 4]
+    alone(tmp_path / "alone", "scaffold", rounds=4)
+    assert weights(tmp_path / "run") == weights(tmp_path / "alone")
+    kept = list((tmp_path / "north/state").rglob("*.safetensors"))
+    assert 1 <= len(kept) <= 3, "states that no checkpoint needs are deleted"
+
+
+def test_another_run_does_not_find_the_state_of_the_one_before(tmp_path: Path) -> None:
+    wire = Wire(tmp_path)
+    for name in ("one", "two"):
+        served(wire, tmp_path / name, "scaffold")
+    assert weights(tmp_path / "one") == weights(tmp_path / "two")
+    assert len(list((tmp_path / "north/state").iterdir())) == 2
+
+
+def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for i, name in enumerate(NAMES):
+        x = rng.integers(0, 255, (20 + 10 * i, 28, 28), dtype=np.uint8)
+        np.savez(tmp_path / f"{name}.npz", x=x, y=rng.integers(0, 10, len(x)))
+    files = {name: str(tmp_path / f"{name}.npz") for name in NAMES}
+    result = served(Wire(tmp_path, **files), tmp_path / "run")
+    assert sizes(tmp_path / "run") == [16, 24, 32]
+    assert result.records[-1]["amp"] is not None
+
+
+def test_what_a_site_cannot_do_is_said(tmp_path: Path) -> None:
+    np.savez(tmp_path / "odd.npz", x=np.zeros((9, 7), np.float32), y=np.arange(9))
+
+    class Caught(Wire):
+        def answer(self, name: str, request: Tree) -> Any:
+            try:
+                return super().answer(name, request)
+            except fedstill.FedstillError as error:
+                return {"error": str(error)}
+
+    result = served(Caught(tmp_path, south=str(tmp_path / "odd.npz")), tmp_path / "run")
+    assert [r["clients"] for r in result.records] == [2, 2, 2]
+    assert "cannot take part: image_size=16 needs images" in (tmp_path / "run/log.txt").read_text()
+    with pytest.raises(fedstill.SettingError, match="attack"):
+        served(Wire(tmp_path), tmp_path / "other", attack="noise", attackers=1)
+    nobody = Wire(tmp_path)
+    nobody.away = set(NAMES)
+    with pytest.raises(fedstill.FedstillError, match="only 0 of 3 sites"):
+        served(nobody, tmp_path / "empty")

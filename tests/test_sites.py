@@ -198,6 +198,23 @@ def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
     assert result.records[-1]["amp"] is not None
 
 
+def test_a_site_runs_no_file_that_a_server_names(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        f"from pathlib import Path\nfrom torch import nn\nPath({str(tmp_path / 'ran')!r}).touch()\n\n\n"
+        "def net(shape, classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(256, classes))\n"
+    )
+    config = resolve(SETTINGS | {"method": "fedavg", "model": f"{mine}:net"})
+    question = {"run": {"config": config.toml()}, "request": None, "down": {}}
+    with pytest.raises(fedstill.SettingError, match="a model that is no name but a file"):
+        Site(tmp_path / "north").handle(question)
+    assert not (tmp_path / "ran").exists()
+    wire = Wire(tmp_path)
+    wire.sites = {name: Site(tmp_path / name, model=f"{mine}:net") for name in NAMES}
+    served(wire, tmp_path / "run", model=f"{mine}:net")
+    assert (tmp_path / "ran").exists()
+
+
 def test_what_a_site_cannot_do_is_said(tmp_path: Path) -> None:
     np.savez(tmp_path / "odd.npz", x=np.zeros((9, 7), np.float32), y=np.arange(9))
 

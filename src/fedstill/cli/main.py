@@ -260,6 +260,8 @@ def join(
         str, typer.Option(help=r"The site's data: a folder, an .npz or file.py:function. \[its share of the run's]")
     ] = "",
     data_dir: Annotated[str, typer.Option(help=r"Where dataset files are. \[$FEDSTILL_DATA]")] = "",
+    method: Annotated[str, typer.Option(help="file.py:Class, where the run's method is no name but a file.")] = "",
+    model: Annotated[str, typer.Option(help="file.py:function, where the run's network is no name but a file.")] = "",
     directory: Annotated[Path | None, typer.Option(help=r"What the site keeps between rounds. \[site-NAME]")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Encrypt nothing. For trials on one machine.")] = False,
 ) -> None:
@@ -269,8 +271,9 @@ def join(
     fedstill join server.example:9092 --key trial/sites/north --ca trial/ca.pem --data ./images
     """
     importlib.import_module("fedstill.cli.network").join(
-        server, key=key, ca=ca, data=data, data_dir=data_dir, directory=directory, insecure=insecure
-    )
+        server, key=key, ca=ca, directory=directory, insecure=insecure,
+        data=data, data_dir=data_dir, method=method, model=model,
+    )  # fmt: skip
 
 
 @app.command(rich_help_panel="Papers")

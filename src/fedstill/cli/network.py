@@ -65,9 +65,7 @@ def serve(
     say(f"all of it: {path}")
 
 
-def join(
-    server: str, *, key: Path, ca: Path | None, data: str, data_dir: str, directory: Path | None, insecure: bool
-) -> None:
+def join(server: str, *, key: Path, ca: Path | None, directory: Path | None, insecure: bool, **own: str) -> None:
     _needs_flower()
     from fedstill.flower.node import serve
 
@@ -75,12 +73,12 @@ def join(
         console.print(_INSECURE, style="bold red")
     elif ca is None:
         raise SettingError("--ca: the certificate by which the server is known is needed, or --insecure")
-    if not data:
+    if not own["data"]:
         say("no --data: this site takes its share of what the run divides, which is for trials")
     place = directory or Path(f"site-{key.name}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     serve(
-        Site(place, data=data, data_dir=data_dir).handle, server=server, key=key, ca=None if insecure else ca,
+        Site(place, **own).handle, server=server, key=key, ca=None if insecure else ca,
         directory=place, ready=lambda: say(f"connected to {server} as {key.name}"),
     )  # fmt: skip
     console.file.flush()

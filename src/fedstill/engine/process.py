@@ -8,10 +8,10 @@ import multiprocessing
 import os
 import signal
 import sys
-import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -22,14 +22,13 @@ from fedstill.core import tree
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import Message, Tree
 from fedstill.engine.base import Engine
-from fedstill.engine.worker import Conclude, Request, Score, Train, Worker
+from fedstill.engine.worker import Request, Worker, answered, made
 
 # Forked workers start at once, see the data without copying, and need nothing to be importable: a method or
 # network typed into a notebook works. Where a system cannot fork, they are spawned.
 _CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 _QUEUED = 2  # requests a worker may hold, so that it never waits for the next
 _DEATHS_ALLOWED = 3
-_REQUESTS: dict[str, type[Request]] = {kind.__name__: kind for kind in (Train, Conclude, Score)}
 
 
 @dataclass
@@ -154,19 +153,15 @@ def _serve(worker: Worker, pipe: Connection, inherited: list[Connection], parent
         if "down" in request:
             down = request["down"]
             continue
-        try:
-            answer = {"answer": worker.handle(_REQUESTS[request.pop("kind")](**request), down)}
-            data = tree.encode(answer)
-        except FedstillError as error:
-            data = tree.encode({"error": str(error)})
-        except OSError as error:
-            data = tree.encode({"error": f"{error.filename or 'worker'}: {error.strerror or error}"})
-        except Exception:  # noqa: BLE001 - whatever a user's method raises is carried to the parent
-            data = tree.encode({"error": f"client work failed:\n{traceback.format_exc()}"})
+        data = answered(partial(_work, worker, request, down), tree.encode)
         try:
             pipe.send_bytes(data)
         except OSError:
             return
+
+
+def _work(worker: Worker, request: Tree, down: Message) -> Tree:
+    return worker.handle(made(request), down)
 
 
 def die_with_parent(parent: int) -> None:

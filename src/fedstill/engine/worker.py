@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedstill.attacks.attack import Attack
 from fedstill.core import seeds
+from fedstill.core.errors import FedstillError
 from fedstill.core.store import Store
 from fedstill.core.tree import Message, Tree
 from fedstill.data.federation import Federation
@@ -49,6 +52,26 @@ class Score:
 
 
 Request = Train | Conclude | Score
+T = TypeVar("T")
+_KINDS: dict[str, type[Request]] = {kind.__name__: kind for kind in (Train, Conclude, Score)}
+
+
+def made(told: Mapping[str, Any]) -> Request:
+    """A request from its fields and its `kind`."""
+    fields = dict(told)
+    return _KINDS[fields.pop("kind")](**fields)
+
+
+def answered(work: Callable[[], Tree], encode: Callable[[Tree], T]) -> T:
+    """What work gives, or what it raises, as something to send back."""
+    try:
+        return encode({"answer": work()})
+    except FedstillError as error:
+        return encode({"error": str(error)})
+    except OSError as error:
+        return encode({"error": f"{error.filename or 'worker'}: {error.strerror or error}"})
+    except Exception:  # noqa: BLE001 - whatever a user's method raises is carried to the caller
+        return encode({"error": f"client work failed:\n{traceback.format_exc()}"})
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from fedstill.engine.base import Engine
 from fedstill.engine.worker import Worker
 from fedstill.experiment.config import DIVISION, Config, anchored, is_object, resolve
 from fedstill.experiment.logfile import logging_to
+from fedstill.experiment.machine import check_engine
 from fedstill.experiment.rundir import Record, RunDirectory
 from fedstill.experiment.runner import Listener, Run
 from fedstill.experiment.setup import Network, Setup, prepare
@@ -75,6 +76,7 @@ def start(config: Config, path: Path, *, force: bool = False, listener: Listener
 
 def carry_out(setup: Setup, path: Path, *, force: bool = False, listener: Listener | None = None) -> Result:
     """Carry out what is prepared in a new run directory, which works from wherever it is resumed."""
+    check_engine(setup.config.engine)
     directory = RunDirectory.create(path, anchored(setup.config), force=force)
     return execute(setup, directory, listener)
 

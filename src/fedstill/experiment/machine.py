@@ -19,12 +19,20 @@ def make_engine(kind: str, workers: int, worker: Worker) -> Engine:
     if kind == "inline":
         return Inline(worker)
     if kind == "flower":
-        try:
-            from fedstill.flower.simulation import Simulation
-        except ImportError as error:
-            raise SettingError("engine = 'flower' needs: pip install 'fedstill[flower]'") from error
+        check_engine(kind)
+        from fedstill.flower.simulation import Simulation
+
         return Simulation(worker, workers or cores())
     return Processes(worker, workers or cores())
+
+
+def check_engine(kind: str) -> None:
+    """Refuse an engine that is not installed, before anything is begun."""
+    if kind == "flower":
+        try:
+            import fedstill.flower.simulation  # noqa: F401
+        except ImportError as error:
+            raise SettingError("engine = 'flower' needs: pip install 'fedstill[flower]'") from error
 
 
 def cores() -> int:

@@ -23,10 +23,11 @@ from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.core.files import read_json, write_json
 from fedstill.core.store import Store
 from fedstill.core.tree import Message, Tree
+from fedstill.data import sources
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation, federate
 from fedstill.engine.base import Engine, Inline
-from fedstill.engine.worker import Conclude, Request, Score, Train, Worker
+from fedstill.engine.worker import Request, Score, Worker, made
 from fedstill.experiment import api
 from fedstill.experiment.config import Config, anchored, resolve
 from fedstill.experiment.machine import one_thread
@@ -46,7 +47,6 @@ from fedstill.methods import registry
 log = logging.getLogger(__name__)
 
 _GREETING = 30.0  # seconds that a newcomer may take to say how much it holds
-_REQUESTS: dict[str, type[Train | Conclude | Score]] = {kind.__name__: kind for kind in (Train, Conclude, Score)}
 
 
 class Link(Protocol):
@@ -217,6 +217,8 @@ def serve(
     """
     if config.attack:
         raise SettingError("attack: sites that attack can be simulated on one machine, with 'fedstill run'")
+    if not config.fixed_regions or config.late_clients:
+        raise SettingError("sites do not change regions, and come when they come: no fixed_regions=false, late_clients")
     config = config.model_copy(update={"clients": len(names)})
     dataset = load_data(config)
     pool = federate(
@@ -285,9 +287,15 @@ def _order(directory: RunDirectory, names: Sequence[str]) -> list[str]:
 class Site:
     """Answers what a server asks, from data that stay here."""
 
-    def __init__(self, directory: Path, *, data: str = "", data_dir: str = "") -> None:
-        """`data` names the site's own data; empty: its share of what the run divides, to try things out."""
+    def __init__(
+        self, directory: Path, *, data: str = "", data_dir: str = "", method: str = "", model: str = ""
+    ) -> None:
+        """`data` names the site's own data; empty: its share of what the run divides, to try things out.
+
+        A `method` or `model` that is a file (file.py:name) is this site's: it runs no file that a server names.
+        """
         self._directory, self._data, self._data_dir = directory, data, data_dir
+        self._files = {"method": method, "model": model}
         self._ready: tuple[dict[str, Any], Worker] | None = None
 
     def handle(self, asked: Tree) -> Tree:
@@ -295,13 +303,12 @@ class Site:
         worker = self._worker(run)
         if body is None:
             return {"samples": len(worker.federation.train_index), "tests": len(worker.federation.test_index)}
-        body = dict(body)
-        kind = _REQUESTS[body.pop("kind")]
+        request = made(body)
         with one_thread():
-            if kind is Score:
+            if isinstance(request, Score):
                 whole = Score("local", 0, len(worker.federation.test_index))
                 return {"hits": int(worker.handle(whole, asked["down"])["right"].sum())}
-            answer = worker.handle(kind(**body), asked["down"])
+            answer = worker.handle(request, asked["down"])
         worker.store.prune([run["client"]], needed=run["checkpoint"])
         return answer
 
@@ -313,7 +320,7 @@ class Site:
         return self._ready[1]
 
     def _prepared(self, run: dict[str, Any]) -> Worker:
-        config = resolve(tomllib.loads(run["config"]), {"data_dir": self._data_dir} if self._data_dir else {})
+        config = resolve(self._settings(run["config"]), {"data_dir": self._data_dir})
         if self._data and config.proxy == "pool":  # which the server alone has
             config = config.model_copy(update={"proxy": ""})
         federation = self._federation(config, run)
@@ -331,11 +338,25 @@ class Site:
         store = Store(self._directory / "state" / run["number"])
         return Worker(task, federation, method, store, tuple(regional))
 
+    def _settings(self, text: str) -> dict[str, Any]:
+        """The run's settings, with this site's own files."""
+        told = tomllib.loads(text)
+        told |= {name: value for name, value in self._files.items() if value}
+        if self._data:
+            told["data"] = self._data
+        named = [(name, told.get(name, "")) for name in ("method", "model", "data", "proxy")]
+        named += [("method", region.get("method", "")) for region in told.get("region", [])]
+        for name, value in named:
+            known = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
+            if not known and value not in (self._data, *self._files.values()):
+                raise SettingError(f"the run has a {name} that is no name but a file, {value}; give yours to the site")
+        return told
+
     def _federation(self, config: Config, run: dict[str, Any]) -> Federation:
         """A federation in which this site's client alone has anything: its training and its test samples."""
         source: Literal["train", "test"] = "test"
         if self._data:
-            found = sized(load_data(config.model_copy(update={"data": self._data})), wanted_size(config))
+            found = sized(load_data(config), wanted_size(config))
             pool = np.zeros(0, np.int64)
             train, test = np.arange(len(found.train)), np.arange(len(found.test))
         else:

@@ -1,1 +1,7 @@
 """Flower as the network: the same methods in its simulation engine, and between machines."""
+
+import os
+
+# Flower reads these when it is imported: nothing is reported to anyone, or asked of the network.
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")

@@ -27,6 +27,8 @@ def to_records(tree: Tree) -> RecordDict:
 
     def strip(node: Tree, place: str) -> Any:
         if isinstance(node, Tensor):
+            while place in arrays:  # a name of the user's own may look like a place
+                place += "'"
             arrays[place] = Array(node.detach().contiguous().numpy())
             return {_TENSOR: place}
         if isinstance(node, dict):
@@ -55,15 +57,16 @@ def from_records(records: RecordDict, *, most_bytes: int | None = None) -> Tree:
     def fill(node: Any) -> Tree:
         if isinstance(node, dict):
             if node.keys() == {_TENSOR}:
-                if node[_TENSOR] not in tensors:
-                    raise DataError(f"it lacks the tensor {node[_TENSOR]}")
-                return tensors[node[_TENSOR]]
+                place = node[_TENSOR]
+                if not isinstance(place, str) or place not in tensors:
+                    raise DataError(f"it lacks the tensor {place}")
+                return tensors[place]
             return {key: fill(value) for key, value in node.items()}
         return [fill(value) for value in node] if isinstance(node, list) else node
 
     try:
         return fill(json.loads(text))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"its JSON cannot be read: {error}") from error
 
 

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -19,10 +18,8 @@ from typing import Any
 
 import torch
 
-# Flower and Ray read these when they are imported. Nothing is reported to anyone, or asked of the network; and as
-# Ray listens on all interfaces, it serves only processes that have the token.
-os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+# Ray reads these when it is imported. It reports nothing to anyone; and as it listens on all interfaces, it serves
+# only processes that have the token.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # else under `uv run` it copies the working directory
@@ -42,7 +39,7 @@ from fedstill.core import custom
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import Message, Tree
 from fedstill.engine.base import Engine
-from fedstill.engine.worker import Conclude, Request, Score, Train, Worker
+from fedstill.engine.worker import Request, Worker, answered, made
 from fedstill.flower.records import from_records, to_records
 
 log = logging.getLogger(__name__)
@@ -50,7 +47,6 @@ log = logging.getLogger(__name__)
 _AHEAD = 8  # requests under way for each worker: enough to keep all busy behind one slow client
 _DEATHS_ALLOWED = 3
 _POLL = 0.01  # seconds
-_REQUESTS: dict[str, type[Request]] = {kind.__name__: kind for kind in (Train, Conclude, Score)}
 _RAY: Any = ray._private  # Flower keeps its actors to itself; this version of it takes one version of Ray
 
 
@@ -233,15 +229,8 @@ class _Desk:
 
     def __call__(self, letter: Letter, context: Context) -> Letter:
         request: dict[str, Any] = dict(letter.content["request"])
-        try:
-            worker, kind = _fetch(self.workers[request.pop("worker")]), _REQUESTS[request.pop("kind")]
-            records = to_records({"answer": worker.handle(kind(**request), from_records(letter.content))})
-        except FedstillError as error:
-            records = to_records({"error": str(error)})
-        except OSError as error:
-            records = to_records({"error": f"{error.filename or 'worker'}: {error.strerror or error}"})
-        except Exception:  # noqa: BLE001 - whatever a user's method raises is carried to the caller
-            records = to_records({"error": f"client work failed:\n{traceback.format_exc()}"})
+        kept = self.workers[request.pop("worker")]
+        records = answered(lambda: _fetch(kept).handle(made(request), from_records(letter.content)), to_records)
         return Letter(records, reply_to=letter)
 
 

@@ -22,7 +22,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.flower import node
 from fedstill.flower.records import to_records
 
-directory = Path(sys.argv[4])
+directory = Path(sys.argv[4]) if len(sys.argv) > 4 else Path()
 calls, withheld = 0, False
 
 
@@ -64,23 +64,24 @@ def end_with(parent: int) -> None:
     os._exit(2)
 
 
-threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-logging.basicConfig(level=logging.INFO)
-torch.set_num_threads(1)
-try:
-    with (
-        patch.object(node, "to_records", forged),
-        patch("flwr.supernode.start_client_internal.push_object_contents_from_iterable", upload),
-    ):
-        node.serve(
-            handle,
-            server=sys.argv[1],
-            key=Path(sys.argv[2]),
-            ca=None if sys.argv[3] == "-" else Path(sys.argv[3]),
-            directory=directory,
-        )
-    status = 0
-except FedstillError as error:
-    print(error, file=sys.stderr, flush=True)
-    status = 1
-os._exit(status)  # without the second that it takes to take PyTorch down
+if __name__ == "__main__":
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    try:
+        with (
+            patch.object(node, "to_records", forged),
+            patch("flwr.supernode.start_client_internal.push_object_contents_from_iterable", upload),
+        ):
+            node.serve(
+                handle,
+                server=sys.argv[1],
+                key=Path(sys.argv[2]),
+                ca=None if sys.argv[3] == "-" else Path(sys.argv[3]),
+                directory=directory,
+            )
+        status = 0
+    except FedstillError as error:
+        print(error, file=sys.stderr, flush=True)
+        status = 1
+    os._exit(status)  # without the second that it takes to take PyTorch down

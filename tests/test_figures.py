@@ -153,7 +153,7 @@ def test_clients_are_sorted_and_amp_is_weighed_by_samples() -> None:
     sorted_line = next(each for each in figure.axes[0].lines if len(each.get_xdata()) == 3)
     assert sorted_line.get_ydata() == pytest.approx([0.1, 0.5, 0.9])
     amp = (10 * 0.9 + 30 * 0.1 + 10 * 0.5) / 50
-    assert sorted_line.get_label() == f"x: AMP {100 * amp:.1f} %, WLP 10.0 %"
+    assert sorted_line.get_label() == f"AMP {100 * amp:.1f} %, WLP 10.0 %: x"
     assert any(
         each.get_ydata() == pytest.approx([amp, amp]) for each in figure.axes[0].lines if len(each.get_ydata()) == 2
     )
@@ -339,7 +339,7 @@ def test_clients_of_a_run_have_the_amp_and_wlp_of_its_last_round(runs: Path, tmp
     path = runs / "fedavg-5.0-0"
     last = metrics(path)[-1]
     found = drawn("clients", path, out=tmp_path / "c.svg")
-    assert f"fedavg: AMP {100 * last['amp']:.1f} %, WLP {100 * last['wlp']:.1f} %" in found
+    assert f"AMP {100 * last['amp']:.1f} %, WLP {100 * last['wlp']:.1f} %: fedavg" in found
 
 
 def test_the_toy_trains_two_clients_without_a_common_class(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_a_site_that_comes_late_takes_part_from_then_on(tmp_path: Path) -> None:
         (lambda a: {"message": {"model": a["message"]["model"] * torch.nan}}, "not finite"),
         (lambda a: {"message": "hello"}, "not a dict"),
         (lambda a: {"samples": -3}, "samples"),
-        (lambda a: {"samples": True}, "samples"),
+        (lambda a: {"samples": a["samples"] + 1}, "samples"),
         (lambda a: {"metrics": {"train_loss": "low"}}, "metrics are not numbers"),
         (lambda a: {"error": "out of disk"}, "out of disk"),
     ],

@@ -46,6 +46,7 @@ from fedstill.methods import registry
 
 log = logging.getLogger(__name__)
 
+_MOST = 10**8  # samples of a site; the server keeps a byte for each that is tested on
 _GREETING = 30.0  # seconds that a newcomer may take to say how much it holds
 
 
@@ -104,12 +105,12 @@ class Sites(Engine):
         first = requests[0]
         name = f"{self._roll.number} {type(first).__name__} {first.round} {getattr(first, 'region', 0)}"
         waiting = self._link.ask(asked, timeout=self._terms.timeout, name=name)
-        come: dict[str, Tree] = {}
-        for name in asked:
-            while name not in come:
-                site, answer = next(waiting)
-                come[site] = _client_answer(answer)
-            yield come.pop(name)
+        come: dict[str, Any] = {}
+        for site, size in zip(asked, self._roll.federation.sizes[[r.client for r in requests]], strict=True):
+            while site not in come:
+                sender, answer = next(waiting)
+                come[sender] = answer
+            yield _client_answer(come.pop(site), int(size))
 
     def _right(self, down: Message) -> Tensor:
         """Whether the model is right, for every site's local tests; -1 where nobody answered.
@@ -132,13 +133,13 @@ class Sites(Engine):
         return right
 
 
-def _client_answer(answer: Any) -> Tree:
+def _client_answer(answer: Any, size: int) -> Tree:
     """What a site sent about its client, or why it does not count. The message itself is checked later."""
     if not isinstance(answer, dict) or "error" in answer:
         return {"failure": _reason(answer)}
     samples, metrics, message = answer.get("samples"), answer.get("metrics"), answer.get("message")
-    if not isinstance(samples, int) or isinstance(samples, bool) or not 0 < samples < 2**53:
-        return {"failure": f"it says that it has {samples!r:.40} samples"}
+    if not isinstance(samples, int) or samples != size:  # by which its model counts
+        return {"failure": f"it says that it trained on {samples!r:.40} samples, and it has {size}"}
     if not isinstance(metrics, dict) or not all(isinstance(m, float) and math.isfinite(m) for m in metrics.values()):
         return {"failure": "its metrics are not numbers"}
     return {"samples": samples, "metrics": metrics, "message": message}
@@ -198,7 +199,7 @@ class Roll:
 
 
 def _counts(answer: Tree) -> bool:
-    return all(isinstance(answer.get(key), int) and 0 <= answer[key] < 2**53 for key in ("samples", "tests"))
+    return all(isinstance(answer.get(key), int) and 0 <= answer[key] <= _MOST for key in ("samples", "tests"))
 
 
 def serve(
@@ -235,7 +236,7 @@ def serve(
         def told() -> dict[str, Any]:
             return {
                 "number": number,
-                "config": config.toml(),
+                "config": config.model_copy(update={"data_dir": ""}).toml(),  # the server's folders are its own
                 "clients": len(names),
                 "classes": list(dataset.classes),
                 "mean": list(dataset.mean),

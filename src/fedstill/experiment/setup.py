@@ -91,10 +91,8 @@ def make_task(
 
 def largest_answer(config: Config) -> int:
     """Bytes of the tensors that a client sends at most."""
-    dataset = load_data(config)
-    alone = federate(dataset, clients=1, partition="iid", seed=config.seed, test_fraction=0.0, pool=config.pool)
     method = registry.make(config.method, config.hyper)
-    task = make_task(config, alone, method)
+    task = make_task(config, undivided(config, load_data(config)), method)
     inside = [regional_method(own, config, method) for own in config.each_region()] or [method]
     wires = [each.wire(task) for each in (method, *inside)]
     return max(sum(part.nbytes for part in parts.values()) for wire in wires for parts in (wire.up, wire.last))
@@ -261,6 +259,20 @@ def divide(config: Config, dataset: Dataset) -> Federation:
         samples_per_client=config.samples_per_client,
         local_test=config.local_test,
         **settings,
+    )
+
+
+def undivided(config: Config, dataset: Dataset) -> Federation:
+    """The dataset as a server holds it whose clients have their own: its pool is the one that `divide` takes."""
+    return federate(
+        dataset,
+        clients=1,
+        partition="iid",
+        seed=config.seed,
+        test_fraction=0.0,
+        pool=config.pool,
+        imbalance_factor=config.imbalance_factor,
+        fraction=config.fraction,
     )
 
 

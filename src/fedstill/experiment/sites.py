@@ -25,7 +25,7 @@ from fedstill.core.store import Store
 from fedstill.core.tree import Message, Tree
 from fedstill.data import sources
 from fedstill.data.dataset import Dataset, sized
-from fedstill.data.federation import Federation, federate
+from fedstill.data.federation import Federation
 from fedstill.engine.base import Engine, Inline
 from fedstill.engine.worker import Request, Score, Worker, made
 from fedstill.experiment import api
@@ -40,6 +40,7 @@ from fedstill.experiment.setup import (
     make_task,
     prepare,
     regional_method,
+    undivided,
     wanted_size,
 )
 from fedstill.methods import registry
@@ -222,10 +223,7 @@ def serve(
         raise SettingError("sites do not change regions, and come when they come: no fixed_regions=false, late_clients")
     config = config.model_copy(update={"clients": len(names)})
     dataset = load_data(config)
-    pool = federate(
-        dataset, clients=1, partition="iid", seed=config.seed, test_fraction=0.0, pool=config.pool,
-        imbalance_factor=config.imbalance_factor, fraction=config.fraction,
-    )  # fmt: skip
+    pool = undivided(config, dataset)
     begun = (out / "config.toml").is_file()
     directory = RunDirectory.open(out) if begun else RunDirectory.create(out, anchored(config))
     try:

@@ -148,6 +148,8 @@ def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:
         key = load_ssh_private_key(path.read_bytes(), None)
     except OSError as error:
         raise FedstillError(f"the key {path} cannot be read: {error.strerror}") from error
+    except TypeError as error:
+        raise FedstillError(f"the key {path} has a passphrase; a site needs one without") from error
     except (ValueError, UnsupportedAlgorithm) as error:
         raise FedstillError(f"{path} is not a private key in OpenSSH's format: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):

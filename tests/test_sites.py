@@ -17,7 +17,7 @@ from fedstill.core import tree
 from fedstill.core.tree import Tree
 from fedstill.experiment.config import resolve
 from fedstill.experiment.runner import Listener
-from fedstill.experiment.sites import Site, Terms, serve
+from fedstill.experiment.sites import Own, Site, Terms, serve
 
 SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"} | {"clients": 3, "participation": 1.0}
 NAMES = ("north", "south", "west")
@@ -32,7 +32,7 @@ class Wire:
     """Sites in this process, behind bytes."""
 
     def __init__(self, folder: Path, **data: str) -> None:
-        self.sites = {name: Site(folder / name, data=data.get(name, "")) for name in NAMES}
+        self.sites = {name: Site(folder / name, Own(data=data.get(name, ""))) for name in NAMES}
         self.away = set[str]()
 
     def present(self) -> set[str]:
@@ -210,7 +210,7 @@ def test_a_site_runs_no_file_that_a_server_names(tmp_path: Path) -> None:
         Site(tmp_path / "north").handle(question)
     assert not (tmp_path / "ran").exists()
     wire = Wire(tmp_path)
-    wire.sites = {name: Site(tmp_path / name, model=f"{mine}:net") for name in NAMES}
+    wire.sites = {name: Site(tmp_path / name, Own(model=f"{mine}:net")) for name in NAMES}
     served(wire, tmp_path / "run", model=f"{mine}:net")
     assert (tmp_path / "ran").exists()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from fedstill.cli.commands import Flags, config_of, console, results_table, run_in, run_name, say
 from fedstill.core.errors import SettingError
 from fedstill.experiment.setup import largest_answer
-from fedstill.experiment.sites import Site, Terms
+from fedstill.experiment.sites import Own, Site, Terms
 from fedstill.experiment.sites import serve as serve_sites
 
 _INSECURE = "insecure: nothing is encrypted, and anybody on the way can read and change what is sent"
@@ -78,7 +78,7 @@ def join(server: str, *, key: Path, ca: Path | None, directory: Path | None, ins
     place = directory or Path(f"site-{key.name}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     serve(
-        Site(place, **own).handle, server=server, key=key, ca=None if insecure else ca,
+        Site(place, Own(**own)).handle, server=server, key=key, ca=None if insecure else ca,
         directory=place, ready=lambda: say(f"connected to {server} as {key.name}"),
     )  # fmt: skip
     console.file.flush()

@@ -124,11 +124,12 @@ def execute(
     directory: RunDirectory,
     listener: Listener | None = None,
     engine: Callable[[Worker], Engine] | None = None,
+    kind: type[Run] = Run,
 ) -> Result:
     """Carry out what is left to do in a run directory, on another engine than the settings name if one is given."""
     try:
         with logging_to(directory.path / "log.txt"):
-            run = Run(setup, directory, listener, engine)
+            run = kind(setup, directory, listener, engine)
             summary = run.execute()
         return Result(summary, run.records, run.trained(), directory.path)
     finally:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from fedstill.core import seeds
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import Tree, nbytes
-from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Conclude, Train, Worker
 from fedstill.experiment.config import anchored, fixed
@@ -53,6 +52,11 @@ class Listener:
 class Run:
     """A run in its directory, new or continued."""
 
+    @property
+    def _stride(self) -> int:
+        """How many rounds are one step."""
+        return 1
+
     def __init__(
         self,
         setup: Setup,
@@ -63,8 +67,17 @@ class Run:
         self.setup, self.directory = setup, directory
         self._make_engine = engine or partial(make_engine, setup.config.engine, setup.config.workers)
         self.listener = listener or Listener()
-        self.server = Server(setup.task, setup.federation.sizes, directory.server_store, setup.pool())
-        self.regional = {0: self.server} if setup.hierarchy.flat else self._regional_servers()
+        hierarchy = setup.hierarchy
+        only = hierarchy.regions[0] if hierarchy.flat else None
+        self.server = Server(
+            setup.task,
+            setup.federation.sizes,
+            directory.server_store,
+            setup.pool(),
+            clients=len(only.clients) if only else None,
+            region=only.number if only else 0,
+        )
+        self.regional = {only.number: self.server} if only else self._regional_servers()
         self.records: list[Record] = []
         self._active_since_checkpoint: set[int] = set()
         self._last: dict[str, int] = {}  # what crossed after the last round
@@ -115,7 +128,7 @@ class Run:
                 log.info("%s by clients %s", setup.attack.kind, ", ".join(map(str, sorted(setup.attack.clients))))
             self.listener.started(self.setup, self.server.round)
             evaluation = None
-            for round_ in range(self.server.round + 1, config.rounds + 1):
+            for round_ in range(self.server.round + self._stride, config.rounds + 1, self._stride):
                 record, evaluation = self._round(engine, round_)
                 self.records.append(record)
                 self.directory.append(record)
@@ -142,28 +155,14 @@ class Run:
     def _round(self, engine: Engine, round_: int) -> tuple[Record, Evaluation | None]:
         config, hierarchy = self.setup.config, self.setup.hierarchy
         began = time.perf_counter()
-        self.server.round = round_
-        if engine.greet():
-            self._count_samples()
         last = round_ == config.rounds
         meets = hierarchy.flat or hierarchy.ends_episode(round_)
         due = meets and (last or self._evaluates(round_))
-        present, sizes = hierarchy.present(round_), self.setup.federation.sizes
-        cohorts = [
-            draw_cohort(sizes, members, region.participation, config.seed, round_, region.number)
-            for region, members in present
-        ]
-        self.listener.round_started(round_, sum(map(len, cohorts)))
-        tally = Tally()
-        for (region, _), cohort in zip(present, cohorts, strict=True):
-            self._regional_round(engine, region, cohort, tally, measure=due)
+        tally, present = self._train(engine, round_, measure=due)
         after = self._teachers_after(engine, present) if self._follows_meeting(round_) else {}
-        episode: Record = {}
-        if hierarchy.ends_episode(round_):
-            episode = self._merge(engine, [region for region, _ in present], compare=due)
+        episode = self._merge(engine, present, compare=due) if hierarchy.ends_episode(round_) else {}
         if not torch.isfinite(self.server.model).all():
             raise FedstillError(f"round {round_}: the global model is no longer finite; a smaller lr may help")
-        self._active_since_checkpoint.update(k for cohort in cohorts for k in cohort)
         trained = time.perf_counter()
         models = self._models() if due else {}
         evaluations = {name: evaluate(engine, self.setup.federation, model) for name, model in models.items()}
@@ -176,7 +175,7 @@ class Run:
             "train_loss": tally.mean("train_loss"),
             "bytes_down": tally.bytes_down,
             "bytes_up": tally.bytes_up,
-            "clients": sum(map(len, cohorts)),
+            "clients": tally.clients,
             "dropped": tally.dropped,
             "seconds": trained - began,
             "eval_seconds": time.perf_counter() - trained,
@@ -194,6 +193,23 @@ class Run:
             record["teachers_after"] = after
         return without_nan(record), main
 
+    def _train(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
+        """A round of every region, and which they were; `measure`: clients also test the models they trained."""
+        self.server.round = round_
+        if engine.greet():
+            self._count_samples()
+        present, sizes = self.setup.hierarchy.present(round_), self.setup.federation.sizes
+        cohorts = [
+            draw_cohort(sizes, members, region.participation, self.setup.config.seed, round_, region.number)
+            for region, members in present
+        ]
+        self.listener.round_started(round_, sum(map(len, cohorts)))
+        tally = Tally()
+        for (region, _), cohort in zip(present, cohorts, strict=True):
+            self._regional_round(engine, region, cohort, tally, measure=measure)
+        self._active_since_checkpoint.update(k for cohort in cohorts for k in cohort)
+        return tally, [region for region, _ in present]
+
     def _evaluates(self, round_: int) -> bool:
         """Whether the setting asks for an evaluation; with regions, every meeting between two of them gets one."""
         every = self.setup.config.eval_every
@@ -205,10 +221,10 @@ class Run:
         before = self.records[-1] if self.records else {}
         return before.get("round") == round_ - 1 and "student" in before.get("episode", {})
 
-    def _teachers_after(self, engine: Engine, present: Sequence[tuple[Region, IntArray]]) -> Record:
+    def _teachers_after(self, engine: Engine, present: Sequence[Region]) -> Record:
         """How the regions' models do, one round after they met."""
         return {
-            region.name: tested(engine, self.setup.federation, self.regional_model(region))[0] for region, _ in present
+            region.name: tested(engine, self.setup.federation, self.regional_model(region))[0] for region in present
         }
 
     def _regional_round(

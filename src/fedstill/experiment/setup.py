@@ -56,8 +56,12 @@ def prepare(
     model: Network | None = None,
     method: Method | None = None,
     proxy: Dataset | None = None,
+    elsewhere: bool = False,
 ) -> Setup:
-    """Load, divide and build what the configuration names; what is given as an object is taken as it is."""
+    """Load, divide and build what the configuration names; what is given as an object is taken as it is.
+
+    Clients that are `elsewhere` may still come: it is no error that a region has nobody with data.
+    """
     method = registry.make(config.method, config.hyper) if method is None else registry.checked(method)
     if isinstance(data, Federation):
         federation = data
@@ -67,6 +71,7 @@ def prepare(
     (method if config.flat else method.regional()).check(task)
     _check_labels(config.method, method, federation)
     hierarchy = arrange(config, task, federation, method)
+    _check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
     return Setup(config, task, federation, method, hierarchy, attack_of(config, federation, hierarchy))
 
 
@@ -108,9 +113,7 @@ def arrange(config: Config, task: Task, federation: Federation, method: Method) 
         raise SettingError(f"regions = {config.regions}, but there are {len(tables)} [[region]] tables")
     if config.flat:
         everyone = Region(0, "", np.arange(clients), method, task, config.participation)
-        hierarchy = Hierarchy((everyone,), late=config.late_clients, late_from=config.late_from)
-        _check_attendance(hierarchy, config, federation)
-        return hierarchy
+        return Hierarchy((everyone,), late=config.late_clients, late_from=config.late_from)
     if config.rounds % config.rounds_per_episode:
         raise SettingError(
             f"rounds = {config.rounds} is not a whole number of episodes; rounds_per_episode is "
@@ -127,7 +130,7 @@ def arrange(config: Config, task: Task, federation: Federation, method: Method) 
         found.append(
             Region(number, name, members, inside, regional_task, settings.participation, own.joins, own.leaves)
         )
-    hierarchy = Hierarchy(
+    return Hierarchy(
         tuple(found),
         config.rounds_per_episode,
         not config.fixed_regions,
@@ -135,8 +138,6 @@ def arrange(config: Config, task: Task, federation: Federation, method: Method) 
         config.late_from,
         config.seed,
     )
-    _check_attendance(hierarchy, config, federation)
-    return hierarchy
 
 
 def _check_labels(name: str, method: Method, federation: Federation) -> None:
@@ -168,7 +169,7 @@ def _check_region(name: str, method: Method, task: Task, config: Config) -> None
     method.check(task)
 
 
-def _check_attendance(hierarchy: Hierarchy, config: Config, federation: Federation) -> None:
+def _check_attendance(hierarchy: Hierarchy, config: Config, federation: Federation, *, elsewhere: bool) -> None:
     """Refuse a plan in which somebody has nobody to work with."""
     names = [region.name for region in hierarchy.regions]
     if len(set(names)) < len(names):
@@ -186,6 +187,8 @@ def _check_attendance(hierarchy: Hierarchy, config: Config, federation: Federati
         for region, members in present:
             where = f"{region.name}: " if region.name else ""
             if not federation.sizes[members].any():
+                if elsewhere:
+                    continue
                 raise SettingError(f"{where}none of the clients has data in round {round_}")
             count = cohort_size(federation.sizes, members, region.participation)
             for part in region.method.parts():

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -26,13 +26,16 @@ from fedstill.core.tree import Message, Tree
 from fedstill.data import sources
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation
+from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine, Inline
 from fedstill.engine.worker import Request, Score, Worker, made
 from fedstill.experiment import api
 from fedstill.experiment.config import Config, anchored, resolve
+from fedstill.experiment.episodes import Episodes
 from fedstill.experiment.machine import one_thread
+from fedstill.experiment.regions import assign
 from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.runner import Listener
+from fedstill.experiment.runner import Listener, Run
 from fedstill.experiment.setup import (
     divide,
     load_data,
@@ -80,9 +83,10 @@ class Terms:
 class Sites(Engine):
     """Sends each request to the site whose client it is about; tests the global model itself."""
 
-    def __init__(self, worker: Worker, link: Link, roll: Roll, terms: Terms) -> None:
+    def __init__(self, worker: Worker | None, link: Link, roll: Roll, terms: Terms) -> None:
+        """Without a `worker` nothing is tested here."""
         self._link, self._roll, self._terms = link, roll, terms
-        self._here = Inline(worker)
+        self._here = worker and Inline(worker)
 
     def greet(self) -> bool:
         return self._roll.call(self._link, timeout=min(_GREETING, self._terms.timeout))
@@ -94,6 +98,7 @@ class Sites(Engine):
                 assert isinstance(request, Score)
                 yield {"right": right[request.start : request.stop]}
         elif any(isinstance(request, Score) for request in requests):
+            assert self._here
             yield from self._here.run(requests, down)
         else:
             yield from self._clients(requests, down)
@@ -102,16 +107,17 @@ class Sites(Engine):
         asked = {}
         for request in requests:
             body = {"kind": type(request).__name__, **asdict(request)}
-            asked[self._roll.names[request.client]] = self._roll.question(request.client, body, down)
+            site = self._roll.site_of(request.client)
+            asked[site] = self._roll.question(site, body, down)
         first = requests[0]
         name = f"{self._roll.number} {type(first).__name__} {first.round} {getattr(first, 'region', 0)}"
         waiting = self._link.ask(asked, timeout=self._terms.timeout, name=name)
         come: dict[str, Any] = {}
-        for site, size in zip(asked, self._roll.federation.sizes[[r.client for r in requests]], strict=True):
+        for site in asked:
             while site not in come:
                 sender, answer = next(waiting)
                 come[sender] = answer
-            yield _client_answer(come.pop(site), int(size))
+            yield _client_answer(come.pop(site), self._roll.samples(site))
 
     def _right(self, down: Message) -> Tensor:
         """Whether the model is right, for every site's local tests; -1 where nobody answered.
@@ -120,26 +126,34 @@ class Sites(Engine):
         """
         offsets = self._roll.federation.test_offsets
         right = torch.full((int(offsets[-1]),), -1, dtype=torch.int8)
-        tested = {name: k for k, name in enumerate(self._roll.names) if offsets[k + 1] > offsets[k]}
-        body = {"kind": "Score", "source": "local", "start": 0, "stop": 0}
-        asked = {name: self._roll.question(k, body, down) for name, k in tested.items()}
-        for name, answer in self._link.ask(asked, timeout=self._terms.timeout):
-            k = tested[name]
-            count = int(offsets[k + 1] - offsets[k])
-            hits = answer.get("hits") if isinstance(answer, dict) else None
-            if isinstance(hits, int) and 0 <= hits <= count:
-                right[offsets[k] : offsets[k + 1]] = torch.arange(count) < hits
-            else:
-                log.warning("site %s is left out of this evaluation: %s", name, _reason(answer))
+        for client, hits in self.hits(down).items():
+            start, stop = int(offsets[client]), int(offsets[client + 1])
+            right[start:stop] = torch.arange(stop - start) < hits
         return right
 
+    def hits(self, down: Message) -> dict[int, int]:
+        """How often the model is right on the tests of each client that answered."""
+        counts = self._roll.federation.test_sizes
+        body = {"kind": "Score", "source": "local", "start": 0, "stop": 0}
+        held_by = {name: clients for name, clients in self._roll.clients.items() if counts[clients].any()}
+        asked = {name: self._roll.question(name, body, down) for name in held_by}
+        found = {}
+        for name, answer in self._link.ask(asked, timeout=self._terms.timeout) if asked else ():
+            hits = answer.get("hits") if isinstance(answer, dict) else None
+            for client, hit in zip(held_by[name], hits, strict=True) if _numbers(hits, len(held_by[name])) else ():
+                if 0 <= hit <= counts[client]:
+                    found[int(client)] = hit
+            if not any(client in found for client in held_by[name]):
+                log.warning("site %s is left out of this evaluation: %s", name, _reason(answer))
+        return found
 
-def _client_answer(answer: Any, size: int) -> Tree:
-    """What a site sent about its client, or why it does not count. The message itself is checked later."""
+
+def _client_answer(answer: Any, size: int | None) -> Tree:
+    """What a site sent about its clients, or why it does not count. The message itself is checked later."""
     if not isinstance(answer, dict) or "error" in answer:
         return {"failure": _reason(answer)}
     samples, metrics, message = answer.get("samples"), answer.get("metrics"), answer.get("message")
-    if not isinstance(samples, int) or samples != size:  # by which its model counts
+    if size is not None and (not isinstance(samples, int) or samples != size):  # by which its model counts
         return {"failure": f"it says that it trained on {samples!r:.40} samples, and it has {size}"}
     if not isinstance(metrics, dict) or not all(isinstance(m, float) and math.isfinite(m) for m in metrics.values()):
         return {"failure": "its metrics are not numbers"}
@@ -153,42 +167,65 @@ def _reason(answer: Any) -> str:
 
 
 class Roll:
-    """Who takes part, and how much each has: sites in a fixed order, the number of a client is its place."""
+    """Who takes part, and how much each has: sites, or regions, and the clients that each answers for."""
 
     def __init__(
-        self, names: Sequence[str], dataset: Dataset, pool: Federation, told: Callable[[], dict[str, Any]]
+        self,
+        clients: Mapping[str, IntArray],
+        dataset: Dataset,
+        pool: Federation,
+        told: Callable[[], dict[str, Any]],
+        *,
+        of: int,
+        names: Sequence[str] = (),
+        changing: bool = False,
     ) -> None:
-        self.names, self._told = list(names), told
-        zeros = np.zeros(len(names) + 1, np.int64)
+        """`clients` are those of each site, among `of` in the run; `changing`: what a site holds may become more."""
+        self.clients, self._told, self._changing = dict(clients), told, changing
+        self._site_of = {int(k): name for name, held in clients.items() for k in held}
+        zeros = np.zeros(of + 1, np.int64)
         nothing = np.zeros(0, np.int64)
         self.federation = Federation(
-            dataset, nothing, zeros, nothing, zeros.copy(), pool.pool_index, names=tuple(self.names)
+            dataset, nothing, zeros, nothing, zeros.copy(), pool.pool_index, names=tuple(names)
         )
-        self._known: dict[str, tuple[int, int]] = {}
+        self._known: dict[str, tuple[list[int], list[int]]] = {}
 
-    def question(self, client: int, body: Tree = None, down: Message | None = None) -> Tree:
-        """What to ask a client's site; nothing in particular: how much it holds."""
-        return {"run": self._told() | {"client": client}, "request": body, "down": down or {}}
+    def site_of(self, client: int) -> str:
+        return self._site_of[client]
+
+    def samples(self, site: str) -> int | None:
+        """How many a site trains on; None: a region, where that may change during an episode."""
+        return None if self._changing else int(self.federation.sizes[self.clients[site]].sum())
+
+    def question(self, site: str, body: Tree = None, down: Message | None = None) -> Tree:
+        """What to ask a site; nothing in particular: how much it holds."""
+        return {"run": self._told() | {"client": int(self.clients[site][0])}, "request": body, "down": down or {}}
 
     def call(self, link: Link, *, timeout: float) -> bool:
-        """Ask sites that are there and not known yet how much they hold; whether any said so."""
-        there, came = link.present(), False
-        new = {name: k for k, name in enumerate(self.names) if name not in self._known and name in there}
-        asked = {name: self.question(k) for name, k in new.items()}
+        """Ask sites that are there how much they hold, unless that is known; whether anything changed."""
+        there, before = link.present(), dict(self._known)
+        asked = {
+            name: self.question(name)
+            for name in self.clients
+            if name in there and (self._changing or name not in self._known)
+        }
         for name, answer in link.ask(asked, timeout=timeout) if asked else ():
-            if isinstance(answer, dict) and _counts(answer):
-                self._known[name] = (answer["samples"], answer["tests"])
-                log.info("site %s has %d samples and %d to test on", name, answer["samples"], answer["tests"])
-                came = True
+            samples, tests = (answer.get(n) if isinstance(answer, dict) else None for n in ("samples", "tests"))
+            count = len(self.clients[name])
+            if _numbers(samples, count) and _numbers(tests, count) and min(samples) >= 0 and min(tests) >= 0:
+                self._known[name] = samples, tests
             else:
                 log.warning("site %s cannot take part: %s", name, _reason(answer))
-        if came:
-            held = np.array([self._known.get(name, (0, 0)) for name in self.names], np.int64)
-            for offsets, counts in zip(
-                (self.federation.train_offsets, self.federation.test_offsets), held.T, strict=True
-            ):
-                offsets[1:] = np.cumsum(counts)
-        return came
+        if self._known == before:
+            return False
+        for place, offsets in enumerate((self.federation.train_offsets, self.federation.test_offsets)):
+            counts = np.zeros(len(offsets) - 1, np.int64)
+            for name, known in self._known.items():
+                counts[self.clients[name]] = known[place]
+                if before.get(name) != known and place == 0:
+                    log.info("site %s has %d samples and %d to test on", name, sum(known[0]), sum(known[1]))
+            offsets[1:] = np.cumsum(counts)
+        return True
 
     @property
     def known(self) -> int:
@@ -199,8 +236,9 @@ class Roll:
         return str(self._told()["number"])
 
 
-def _counts(answer: Tree) -> bool:
-    return all(isinstance(answer.get(key), int) and 0 <= answer[key] <= _MOST for key in ("samples", "tests"))
+def _numbers(given: Any, count: int) -> TypeGuard[list[int]]:
+    """Whether this is a list of so many whole numbers."""
+    return isinstance(given, list) and len(given) == count and all(type(n) is int and n <= _MOST for n in given)
 
 
 def serve(
@@ -212,30 +250,34 @@ def serve(
     terms: Terms,
     pause: Callable[[], bool],
     listener: Listener | None = None,
+    regional: bool = False,
 ) -> api.Result:
     """Run a federation of sites, or continue it if it was begun in `out`.
 
-    `pause` waits a little for further sites, and says whether to wait on.
+    `regional`: each name is a regional server, with sites of its own. `pause` waits a little for further sites, and
+    says whether to wait on.
     """
-    if config.attack:
-        raise SettingError("attack: sites that attack can be simulated on one machine, with 'fedstill run'")
-    if not config.fixed_regions or config.late_clients:
-        raise SettingError("sites do not change regions, and come when they come: no fixed_regions=false, late_clients")
-    config = config.model_copy(update={"clients": len(names)})
+    _check(config)
+    if regional:
+        clients = regions_of(config, names)
+    else:
+        config = config.model_copy(update={"clients": len(names)})
     dataset = load_data(config)
     pool = undivided(config, dataset)
     begun = (out / "config.toml").is_file()
     directory = RunDirectory.open(out) if begun else RunDirectory.create(out, anchored(config))
     try:
         number = _number(directory)
-        names = _order(directory, names)
+        if not regional:
+            names = _order(directory, names)
+            clients = {name: np.array([k]) for k, name in enumerate(names)}
         steps: list[int] = []  # of an epoch in each region, once the sites have said how much they hold
 
         def told() -> dict[str, Any]:
             return {
                 "number": number,
                 "config": config.model_copy(update={"data_dir": ""}).toml(),  # the server's folders are its own
-                "clients": len(names),
+                "clients": config.clients,
                 "classes": list(dataset.classes),
                 "mean": list(dataset.mean),
                 "std": list(dataset.std),
@@ -244,19 +286,49 @@ def serve(
                 "checkpoint": directory.oldest_checkpoint(),
             }
 
-        roll = Roll(names, dataset, pool, told)
+        called = () if regional else names
+        roll = Roll(clients, dataset, pool, told, of=config.clients, names=called, changing=regional)
         while True:
             roll.call(link, timeout=terms.timeout)
             if roll.known == len(names) or not pause():
                 break
         if roll.known < terms.needed:
             raise FedstillError(f"only {roll.known} of {len(names)} sites are there, {terms.needed} are needed")
-        setup = prepare(config, data=roll.federation)
+        setup = prepare(config, data=roll.federation, elsewhere=True)
     except BaseException:
         directory.release()
         raise
     steps += [region.task.local.steps_per_epoch for region in setup.hierarchy.regions]
-    return api.execute(setup, directory, listener, lambda worker: Sites(worker, link, roll, terms))
+    kind = Episodes if regional else Run
+    return api.execute(setup, directory, listener, lambda worker: Sites(worker, link, roll, terms), kind=kind)
+
+
+def _check(config: Config) -> None:
+    """Refuse what only a run on one machine can do."""
+    if config.attack:
+        raise SettingError("attack: sites that attack can be simulated on one machine, with 'fedstill run'")
+    if not config.fixed_regions or config.late_clients or any(r.joins > 1 or r.leaves for r in config.region):
+        raise SettingError(
+            "fixed_regions, late_clients, joins, leaves: sites stay in their regions, and come and go as they do"
+        )
+
+
+def regions_of(config: Config, names: Sequence[str]) -> dict[str, IntArray]:
+    """The clients of each regional server, by its name: a region's own in the settings, or in alphabetical order."""
+    if config.flat:
+        raise SettingError("there are no regions in the settings: regions, or a [[region]] table for each, is needed")
+    tables = config.each_region()
+    if len(tables) != len(names):
+        raise SettingError(f"the settings have {len(tables)} regions, and there are keys of {len(names)}")
+    wanted = [table.name for table in tables]
+    if any(wanted) and sorted(wanted) != sorted(names):
+        raise SettingError(
+            f"the regions are called {', '.join(wanted)} in the settings, and the keys {', '.join(names)}"
+        )
+    if registry.make(config.method, config.hyper).concludes:
+        raise SettingError(f"{config.method} asks every client once more at the end, which regions do not pass on")
+    called = wanted if any(wanted) else sorted(names)
+    return dict(zip(called, assign(config, config.clients), strict=True))
 
 
 def _number(directory: RunDirectory) -> str:
@@ -283,30 +355,47 @@ def _order(directory: RunDirectory, names: Sequence[str]) -> list[str]:
 # --- a site's end -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Own:
+    """What a site has of its own; empty: as the run's settings say."""
+
+    data: str = ""
+    data_dir: str = ""
+    method: str = ""  # a file (file.py:name): no file that a server names is ever run
+    model: str = ""
+
+    def config(self, text: str) -> Config:
+        """The settings of a run, as a server sent them, with what is this site's own."""
+        told = tomllib.loads(text)
+        files = {"method": self.method, "model": self.model, "data": self.data}
+        told |= {name: value for name, value in files.items() if value}
+        named = [(name, told.get(name, "")) for name in ("method", "model", "data", "proxy")]
+        named += [("method", region.get("method", "")) for region in told.get("region", [])]
+        for name, value in named:
+            known = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
+            if not known and value not in files.values():
+                raise SettingError(f"the run has a {name} that is no name but a file, {value}; give yours to the site")
+        return resolve(told, {"data_dir": self.data_dir})
+
+
 class Site:
     """Answers what a server asks, from data that stay here."""
 
-    def __init__(
-        self, directory: Path, *, data: str = "", data_dir: str = "", method: str = "", model: str = ""
-    ) -> None:
-        """`data` names the site's own data; empty: its share of what the run divides, to try things out.
-
-        A `method` or `model` that is a file (file.py:name) is this site's: it runs no file that a server names.
-        """
-        self._directory, self._data, self._data_dir = directory, data, data_dir
-        self._files = {"method": method, "model": model}
+    def __init__(self, directory: Path, own: Own | None = None) -> None:
+        """Without `data` of its own, a site has its share of what the run divides, to try things out."""
+        self._directory, self._own = directory, own or Own()
         self._ready: tuple[dict[str, Any], Worker] | None = None
 
     def handle(self, asked: Tree) -> Tree:
         run, body = asked["run"], asked["request"]
         worker = self._worker(run)
         if body is None:
-            return {"samples": len(worker.federation.train_index), "tests": len(worker.federation.test_index)}
+            return {"samples": [len(worker.federation.train_index)], "tests": [len(worker.federation.test_index)]}
         request = made(body)
         with one_thread():
             if isinstance(request, Score):
                 whole = Score("local", 0, len(worker.federation.test_index))
-                return {"hits": int(worker.handle(whole, asked["down"])["right"].sum())}
+                return {"hits": [int(worker.handle(whole, asked["down"])["right"].sum())]}
             answer = worker.handle(request, asked["down"])
         worker.store.prune([run["client"]], needed=run["checkpoint"])
         return answer
@@ -319,8 +408,8 @@ class Site:
         return self._ready[1]
 
     def _prepared(self, run: dict[str, Any]) -> Worker:
-        config = resolve(self._settings(run["config"]), {"data_dir": self._data_dir})
-        if self._data and config.proxy == "pool":  # which the server alone has
+        config = self._own.config(run["config"])
+        if self._own.data and config.proxy == "pool":  # which the server alone has
             config = config.model_copy(update={"proxy": ""})
         federation = self._federation(config, run)
         method = registry.make(config.method, config.hyper)
@@ -337,24 +426,10 @@ class Site:
         store = Store(self._directory / "state" / run["number"])
         return Worker(task, federation, method, store, tuple(regional))
 
-    def _settings(self, text: str) -> dict[str, Any]:
-        """The run's settings, with this site's own files."""
-        told = tomllib.loads(text)
-        told |= {name: value for name, value in self._files.items() if value}
-        if self._data:
-            told["data"] = self._data
-        named = [(name, told.get(name, "")) for name in ("method", "model", "data", "proxy")]
-        named += [("method", region.get("method", "")) for region in told.get("region", [])]
-        for name, value in named:
-            known = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
-            if not known and value not in (self._data, *self._files.values()):
-                raise SettingError(f"the run has a {name} that is no name but a file, {value}; give yours to the site")
-        return told
-
     def _federation(self, config: Config, run: dict[str, Any]) -> Federation:
         """A federation in which this site's client alone has anything: its training and its test samples."""
         source: Literal["train", "test"] = "test"
-        if self._data:
+        if self._own.data:
             found = sized(load_data(config), wanted_size(config))
             pool = np.zeros(0, np.int64)
             train, test = np.arange(len(found.train)), np.arange(len(found.test))

@@ -22,10 +22,11 @@ class Tally:
     """What came back in a round, of all its regions."""
 
     def __init__(self) -> None:
-        self.bytes_down = self.bytes_up = self.dropped = 0
+        self.clients = self.bytes_down = self.bytes_up = self.dropped = 0
         self.metrics: dict[str, list[float]] = {}
 
     def add(self, uplinks: Checked, bytes_down: int) -> None:
+        self.clients += len(uplinks.good) + len(uplinks.dropped)
         self.bytes_down += bytes_down
         self.bytes_up += uplinks.bytes_up
         self.dropped += len(uplinks.dropped)

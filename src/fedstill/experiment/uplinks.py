@@ -27,17 +27,18 @@ class Checked:
         *,
         least: int,
         tick: Callable[[], None],
+        who: str = "client",
     ) -> None:
         self.good: list[int] = []
         self.dropped: dict[int, str] = {}
         self.bytes_up = 0
         self.metrics: dict[str, list[float]] = {}
         self._clients, self._answers, self._declared = clients, answers, declared
-        self._least, self._tick = least, tick
+        self._least, self._tick, self._who = least, tick, who
 
     def _drop(self, client: int, problem: str) -> None:
         self.dropped[client] = problem
-        log.warning("client %d dropped: %s", client, problem)
+        log.warning("%s %d dropped: %s", self._who, client, problem)
 
     def __iter__(self) -> Iterator[Uplink]:
         for client, answer in zip(self._clients, self._answers, strict=True):
@@ -57,6 +58,6 @@ class Checked:
         if len(self.good) < self._least:
             last = next(reversed(self.dropped.values()), "no answer")
             raise TooFewClients(
-                f"only {len(self.good)} of {len(self._clients)} clients gave a usable answer, "
+                f"only {len(self.good)} of {len(self._clients)} {self._who}s gave a usable answer, "
                 f"{self._least} are needed (min_clients); the last one dropped: {last}"
             )

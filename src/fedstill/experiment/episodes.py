@@ -1,0 +1,51 @@
+"""The global server's run where regions are on machines of their own."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fedstill.engine.base import Engine
+from fedstill.engine.worker import Train
+from fedstill.experiment.regions import Region
+from fedstill.experiment.runner import Run
+from fedstill.experiment.tally import Tally
+from fedstill.experiment.uplinks import Checked
+from fedstill.methods.base import Part
+
+TOTALS = ("clients", "bytes_down", "bytes_up", "dropped")  # of an episode's rounds; a region tells them with its model
+
+
+class Episodes(Run):
+    """The global server's run: one step is an episode, whose rounds the regions run by themselves."""
+
+    @property
+    def _stride(self) -> int:
+        return self.setup.hierarchy.rounds_per_episode
+
+    def _train(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
+        self.server.round = round_
+        if engine.greet():
+            self._count_samples()
+        sizes = self.setup.federation.sizes
+        asked = [region for region in self.setup.hierarchy.regions if sizes[region.clients].any()]
+        self.listener.round_started(round_, len(asked))
+        answers = Checked(
+            [region.number for region in asked],
+            engine.run(
+                [Train(int(region.clients[0]), round_, measure, region.number) for region in asked],
+                {"model": self.server.model},
+            ),
+            {"model": Part((self.setup.task.size,), "the region's model")},
+            least=1,
+            tick=self.listener.client_done,
+            who="region",
+        )
+        self._come = {answer.client: answer["model"] for answer in answers}
+        tally = Tally()
+        for name in TOTALS:
+            setattr(tally, name, int(sum(answers.metrics.pop(name, []))))
+        tally.metrics = answers.metrics
+        return tally, [region for region in asked if region.number in self._come]
+
+    def regional_model(self, region: Region) -> Tensor:
+        return self._come[region.number]

@@ -18,6 +18,7 @@ import pytest
 from conftest import SMALL
 
 import fedstill
+from fedstill.experiment.config import resolve
 
 pytest.importorskip("flwr")
 pytestmark = pytest.mark.xdist_group("flower")
@@ -72,8 +73,6 @@ class Trial:
 
 
 def toml(settings: dict[str, Any]) -> str:
-    from fedstill.experiment.config import resolve
-
     return resolve(settings | {"clients": len(NAMES)}).toml()
 
 
@@ -84,13 +83,15 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-@pytest.fixture(scope="module")
-def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
-    folder = tmp_path_factory.mktemp("trial")
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    found = Trial(folder, port)
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
+    found = Trial(tmp_path_factory.mktemp("trial"), free_port())
     try:
         words = [word for name in NAMES for word in ("--site", name)]
         assert found.start("keys", "keys", *words, "--host", "127.0.0.1", log="keys.log").wait(PATIENCE) == 0
@@ -169,3 +170,40 @@ def test_a_key_that_the_server_does_not_know_is_refused(trial: Trial) -> None:
     assert server.poll() is None, "and the others go on"
     os.killpg(server.pid, signal.SIGTERM)
     server.wait(PATIENCE)
+
+
+def test_regions_come_to_the_bits_of_one_machine_also_when_one_is_killed(trial: Trial) -> None:
+    """The three sites are one region; a fourth is another."""
+    settings = {**SETTINGS, "clients": 4, "rounds": 6, "rounds_per_episode": 2, "pool": 0.2, "method": "scaffold+f2l"}
+    settings["region"] = [{"name": "east", "clients": [0, 1, 3]}, {"name": "far", "clients": [2]}]
+    (trial.folder / "regions.toml").write_text(resolve(settings).toml())
+    for name, sites in (("world", ("east", "far")), ("far", ("solo",))):
+        words = [word for site in sites for word in ("--site", site)]
+        assert trial.start("keys", name, *words, "--host", "127.0.0.1", log="keys.log").wait(PATIENCE) == 0
+    top, far = free_port(), free_port()
+
+    def region(name: str, keys: str, port: int) -> subprocess.Popen[bytes]:
+        return trial.start(
+            "region", f"127.0.0.1:{top}", "--key", f"world/sites/{name}", "--ca", "world/ca.pem", "--keys", keys,
+            "--port", str(port), log=f"region-{name}.log",
+        )  # fmt: skip
+
+    server = trial.start(
+        "serve", "regions.toml", "--regional", "--keys", "world", "--port", str(top), "--out", "regions",
+        log="regions.log",
+    )  # fmt: skip
+    east, _ = region("east", "keys", trial.port), region("far", "far", far)
+    trial.start("join", f"127.0.0.1:{far}", "--key", "far/sites/solo", "--ca", "far/ca.pem", log="solo.log")
+
+    def rounds_of_east() -> int:
+        return max((len(records(path)) for path in (trial.folder / "region-east/runs").glob("*")), default=0)
+
+    until(lambda: rounds_of_east() >= 3)
+    os.killpg(east.pid, signal.SIGKILL)  # in its second episode
+    east.wait()
+    region("east", "keys", trial.port)
+    trial.ends_well(server, "regions")
+    fedstill.run(**settings, engine="inline", out=trial.folder / "alone-regions")
+    ours, theirs = (trial.folder / name / "model.safetensors" for name in ("regions", "alone-regions"))
+    assert [r["round"] for r in records(trial.folder / "regions")] == [2, 4, 6]
+    assert ours.read_bytes() == theirs.read_bytes()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from conftest import SMALL
 from test_sites import Silence, weights
 
 import fedstill
 from fedstill.core import tree
 from fedstill.core.tree import Tree
-from fedstill.experiment.config import Config, resolve
+from fedstill.experiment.config import resolve
 from fedstill.experiment.regional import RegionalServer
 from fedstill.experiment.runner import Listener
 from fedstill.experiment.sites import Link, Own, Site, Terms, serve
@@ -62,25 +65,21 @@ class World:
         self.top = Wire(self.regions)
 
     def region(self, folder: Path, name: str) -> RegionalServer:
-        def link(config: Config) -> Link:
-            return self.sites[name]
+        def connect(most_bytes: int) -> nullcontext[Link]:
+            return nullcontext(self.sites[name])
 
-        return RegionalServer(folder / name, SITES[name], link, own=Own(), terms=Terms(timeout=5))
-
-    def close(self) -> None:
-        for region in self.regions.values():
-            region.close()
+        return RegionalServer(folder / name, SITES[name], connect, own=Own(), terms=Terms(timeout=5))
 
 
 def served(world: World, out: Path, method: str, listener: Listener | None = None, **settings: Any) -> Any:
     config = resolve(SETTINGS | settings | {"method": method})
-    try:
+    with ExitStack() as stack:
+        for region in world.regions.values():
+            stack.enter_context(region)
         return serve(
             config, list(SITES), world.top, out, terms=Terms(timeout=5), pause=lambda: False, listener=listener,
             regional=True,
         )  # fmt: skip
-    finally:
-        world.close()
 
 
 def alone(out: Path, method: str, **settings: Any) -> Any:
@@ -98,7 +97,9 @@ def alone(out: Path, method: str, **settings: Any) -> Any:
         ("fedgkd-vote+f2l", {"buffer": 2}),
     ],
 )
-def test_regions_come_to_the_bits_of_a_run_on_one_machine(tmp_path: Path, method: str, settings: dict[str, Any]) -> None:
+def test_regions_come_to_the_bits_of_a_run_on_one_machine(
+    tmp_path: Path, method: str, settings: dict[str, Any]
+) -> None:
     there = served(World(tmp_path), tmp_path / "served", method, **settings)
     here = alone(tmp_path / "alone", method, **settings)
     assert weights(tmp_path / "served") == weights(tmp_path / "alone")
@@ -110,3 +111,112 @@ def test_regions_come_to_the_bits_of_a_run_on_one_machine(tmp_path: Path, method
         assert ours["episode"]["teachers"] == theirs["episode"]["teachers"]
     assert here.summary["bytes_up"] == there.summary["bytes_up"]
     assert here.summary["bytes_down"] == there.summary["bytes_down"]
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_regional_server_that_was_killed_in_the_middle_of_an_episode_goes_on(tmp_path: Path) -> None:
+    class Dying(Wire):
+        def ask(self, requests: Mapping[str, Tree], **how: Any) -> Iterator[tuple[str, Any]]:
+            kinds = [request["request"] and request["request"].get("round") for request in requests.values()]
+            if 4 in kinds and not self.died:
+                self.died = True
+                raise Killed
+            return super().ask(requests, **how)
+
+        died = False
+
+    world = World(tmp_path)
+    world.sites["east"] = Dying(world.sites["east"].there)
+    with pytest.raises(Killed):
+        served(world, tmp_path / "served", "scaffold+f2l", rounds=6)
+    rounds = next((tmp_path / "east/runs").iterdir()) / "metrics.jsonl"
+    assert [json.loads(line)["round"] for line in rounds.read_text().splitlines()] == [1, 2, 3]
+    again = World(tmp_path)
+    result = served(again, tmp_path / "served", "scaffold+f2l", rounds=6)
+    alone(tmp_path / "alone", "scaffold+f2l", rounds=6)
+    assert [r["round"] for r in result.records] == [2, 4, 6]
+    assert weights(tmp_path / "served") == weights(tmp_path / "alone")
+    trained = [body["round"] for _, body in again.sites["east"].asked if body and body["kind"] == "Train"]
+    assert min(trained) == 4, "rounds that are done are not done again"
+
+
+def test_a_region_that_is_away_is_left_out_and_comes_back(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    class Leaving(Listener):
+        def round_done(self, record: dict[str, Any]) -> None:
+            world.top.away = {2: {"west"}, 4: set()}.get(record["round"], set())
+
+    result = served(world, tmp_path / "run", "fedavg+f2l", rounds=6, listener=Leaving())
+    assert [r["episode"]["regions"] for r in result.records] == [["east", "west"], ["east"], ["east", "west"]]
+    assert "region 1 dropped: no answer within 5 s" in (tmp_path / "run/log.txt").read_text()
+
+
+def test_a_region_and_a_site_that_come_late_take_part_from_then_on(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.top.away, world.sites["east"].away = {"west"}, {"bob"}
+
+    class Coming(Listener):
+        def round_done(self, record: dict[str, Any]) -> None:
+            world.top.away, world.sites["east"].away = set(), set()
+
+    result = served(world, tmp_path / "run", "fedavg+f2l", listener=Coming(), participation=1.0)
+    assert [r["episode"]["regions"] for r in result.records] == [["east"], ["east", "west"]]
+    assert [r["clients"] for r in result.records] == [4, 10]
+    held = [line.split(",")[1] for line in (tmp_path / "run/clients.csv").read_text().splitlines()[1:]]
+    assert "0" not in held
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda a: {"message": {"model": a["message"]["model"][:-1]}}, "has shape"),
+        (lambda a: {"message": {"weights": a["message"]["model"]}}, "it holds"),
+        (lambda a: {"message": {"model": a["message"]["model"] * torch.nan}}, "not finite"),
+        (lambda a: {"metrics": {"clients": "three"}}, "metrics are not numbers"),
+    ],
+)
+def test_a_bad_answer_of_a_region_is_dropped(tmp_path: Path, change: Any, reason: str) -> None:
+    class Lying(Wire):
+        def ask(self, requests: Mapping[str, Tree], **how: Any) -> Iterator[tuple[str, Any]]:
+            for who, answer in super().ask(requests, **how):
+                yield who, answer | change(answer) if who == "west" and "message" in answer else answer
+
+    world = World(tmp_path)
+    world.top = Lying(world.regions)
+    result = served(world, tmp_path / "run", "fedavg+f2l", rounds=2)
+    assert result.records[0]["episode"]["regions"] == ["east"]
+    assert reason in (tmp_path / "run/log.txt").read_text()
+
+
+def test_what_regions_cannot_do_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def refused(what: str, method: str = "fedavg+f2l", **settings: Any) -> None:
+        with pytest.raises(fedstill.SettingError, match=what):
+            served(World(tmp_path), tmp_path / "refused", method, **settings)
+
+    one = SETTINGS["region"][0] | {"clients": [0, 1, 2, 3, 4]}
+    refused("1 regions, and there are keys of 2", region=[one])
+    refused("called east, south in the settings", region=[SETTINGS["region"][0], {"name": "south", "clients": [1, 2]}])
+    refused("joins", region=[SETTINGS["region"][0], {"name": "west", "clients": [1, 2], "joins": 3}])
+    refused("asks every client once more", "fedavg+f2l+ccvr")
+    assert not (tmp_path / "refused").exists()
+    other = [{"name": "east", "clients": [0, 3]}, {"name": "west", "clients": [1, 2, 4]}]
+    with pytest.raises(fedstill.FedstillError, match="only 0 of 2 sites are there"):
+        served(World(tmp_path), tmp_path / "keys", "fedavg+f2l", region=other)
+    assert "the region has 2 clients in the settings, and keys of 3 here" in caplog.text
+
+
+def test_regions_whose_sites_have_data_of_their_own(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    files = {}
+    for i, name in enumerate(name for names in SITES.values() for name in names):
+        x = rng.integers(0, 255, (20 + 10 * i, 28, 28), dtype=np.uint8)
+        files[name] = str(tmp_path / f"{name}.npz")
+        np.savez(files[name], x=x, y=rng.integers(0, 10, len(x)))
+    result = served(World(tmp_path, **files), tmp_path / "run", "fedavg+f2l")
+    held = [line.split(",")[1] for line in (tmp_path / "run/clients.csv").read_text().splitlines()[1:]]
+    assert held == ["16", "40", "48", "24", "32"]
+    assert result.records[-1]["amp"] is not None

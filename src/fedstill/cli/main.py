@@ -106,6 +106,12 @@ DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Print the complete configuration as TOML, which reproduces the run."),
 ]
+Ca = Annotated[Path | None, typer.Option(help="The certificate by which the server is known: its ca.pem.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Encrypt nothing. For trials on one machine.")]
+Needed = Annotated[int, typer.Option(help=r"Sites without which it does not start. \[all]", min=0)]
+OwnDataDir = Annotated[str, typer.Option(help=r"Where dataset files are. \[$FEDSTILL_DATA]")]
+OwnMethod = Annotated[str, typer.Option(help="file.py:Class, where the run's method is no name but a file.")]
+OwnModel = Annotated[str, typer.Option(help="file.py:function, where the run's network is no name but a file.")]
 
 
 @app.command(rich_help_panel="Train")
@@ -222,8 +228,11 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 9092,
     timeout: Annotated[float, typer.Option(help="Seconds that a site may take to answer.", min=1)] = 600.0,
     wait: Annotated[float, typer.Option(help="Seconds to wait for sites before the first round.", min=0)] = 600.0,
-    needed: Annotated[int, typer.Option(help=r"Sites without which it does not start. \[all]", min=0)] = 0,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Encrypt nothing. For trials on one machine.")] = False,
+    needed: Needed = 0,
+    regional: Annotated[
+        bool, typer.Option("--regional", help="The keys are those of regional servers ('fedstill region').")
+    ] = False,
+    insecure: Insecure = False,
     data: Data = None,
     data_dir: DataDir = None,
     participation: Participation = None,
@@ -243,11 +252,41 @@ def serve(
     fedstill keys trial --site north --site south --host server.example
     fedstill serve fedavg --keys trial --host 0.0.0.0 --rounds 20
     """
-    other = ("keys", "host", "port", "timeout", "wait", "needed", "insecure")
+    other = ("keys", "host", "port", "timeout", "wait", "needed", "regional", "insecure")
     settings = _settings({k: v for k, v in locals().items() if k not in other and k != "other"})
     importlib.import_module("fedstill.cli.network").serve(
         method, settings, set_ or [], keys=keys, host=host, port=port, out=out, timeout=timeout, wait=wait,
-        needed=needed, insecure=insecure,
+        needed=needed, regional=regional, insecure=insecure,
+    )  # fmt: skip
+
+
+@app.command(rich_help_panel="Many machines")
+def region(
+    server: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the global server listens.")],
+    key: Annotated[Path, typer.Option(help="This region's private key, which the global server knows.")],
+    keys: Annotated[Path, typer.Option(help="The directory with its own certificate and its sites' public keys.")],
+    ca: Ca = None,
+    host: Annotated[str, typer.Option(help="Address to listen on for sites; 0.0.0.0 is any.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on for sites.", min=1, max=65535)] = 9093,
+    timeout: Annotated[float, typer.Option(help="Seconds that a site may take to answer.", min=1)] = 600.0,
+    needed: Needed = 0,
+    data: Annotated[str, typer.Option(help="Where the region's method needs samples on its server: which.")] = "",
+    data_dir: OwnDataDir = "",
+    method: OwnMethod = "",
+    model: OwnModel = "",
+    directory: Annotated[Path | None, typer.Option(help=r"What it keeps between rounds. \[region-NAME]")] = None,
+    insecure: Insecure = False,
+) -> None:
+    """Train with regions: a regional server, which runs its sites' rounds and answers the global one once an episode.
+
+    \b
+    fedstill serve f2l.toml --regional --keys world          (the global server)
+    fedstill region world.example:9092 --key world/sites/east --ca world/ca.pem --keys east --host 0.0.0.0
+    fedstill join east.example:9093 --key east/sites/ann --ca east/ca.pem --data ./images
+    """
+    importlib.import_module("fedstill.cli.network").region(
+        server, key=key, ca=ca, keys=keys, host=host, port=port, timeout=timeout, needed=needed,
+        directory=directory, insecure=insecure, data=data, data_dir=data_dir, method=method, model=model,
     )  # fmt: skip
 
 
@@ -255,15 +294,15 @@ def serve(
 def join(
     server: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the server listens.")],
     key: Annotated[Path, typer.Option(help="This site's private key, from 'fedstill keys' or ssh-keygen -t ecdsa.")],
-    ca: Annotated[Path | None, typer.Option(help="The certificate by which the server is known: its ca.pem.")] = None,
+    ca: Ca = None,
     data: Annotated[
         str, typer.Option(help=r"The site's data: a folder, an .npz or file.py:function. \[its share of the run's]")
     ] = "",
-    data_dir: Annotated[str, typer.Option(help=r"Where dataset files are. \[$FEDSTILL_DATA]")] = "",
-    method: Annotated[str, typer.Option(help="file.py:Class, where the run's method is no name but a file.")] = "",
-    model: Annotated[str, typer.Option(help="file.py:function, where the run's network is no name but a file.")] = "",
+    data_dir: OwnDataDir = "",
+    method: OwnMethod = "",
+    model: OwnModel = "",
     directory: Annotated[Path | None, typer.Option(help=r"What the site keeps between rounds. \[site-NAME]")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Encrypt nothing. For trials on one machine.")] = False,
+    insecure: Insecure = False,
 ) -> None:
     """Train with sites that keep their data: a site's end. Runs until it is stopped.
 

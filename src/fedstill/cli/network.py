@@ -1,4 +1,4 @@
-"""What `fedstill keys`, `fedstill serve` and `fedstill join` do."""
+"""What `fedstill keys`, `fedstill serve`, `fedstill region` and `fedstill join` do."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from fedstill.cli.commands import Flags, config_of, console, results_table, run_in, run_name, say
 from fedstill.core.errors import SettingError
-from fedstill.experiment.setup import largest_answer
-from fedstill.experiment.sites import Own, Site, Terms
+from fedstill.core.tree import Tree
+from fedstill.experiment.setup import largest_answer, load_data, undivided
+from fedstill.experiment.sites import Link, Own, Site, Terms, regions_of
 from fedstill.experiment.sites import serve as serve_sites
 
 _INSECURE = "insecure: nothing is encrypted, and anybody on the way can read and change what is sent"
@@ -31,56 +35,110 @@ def keys(directory: Path, sites: list[str], hosts: list[str]) -> None:
 
 def serve(
     method: str, flags: Flags, assignments: list[str], *, keys: Path, host: str, port: int, out: Path | None,
-    timeout: float, wait: float, needed: int, insecure: bool,
+    timeout: float, wait: float, needed: int, regional: bool, insecure: bool,
 ) -> None:  # fmt: skip
     _needs_flower()
-    from fedstill.flower.link import Certificates, Link
-
-    public = {path.stem: path for path in sorted((keys / "sites").glob("*.pub"))}
-    if not public:
-        raise SettingError(f"{keys}/sites has no public keys (NAME.pub); 'fedstill keys' makes some for a trial")
-    needed = needed or len(public)
-    if needed > len(public):
-        raise SettingError(f"--needed {needed}: there are keys of {len(public)} sites")
-    config = config_of(method, {**flags, "clients": len(public)}, assignments)
+    public = _public_keys(keys)
+    terms = Terms(timeout=timeout, needed=_needed(needed, public))
+    config = config_of(method, flags if regional else {**flags, "clients": len(public)}, assignments)
     path = out or Path("runs") / f"served-{run_name(config)}"
-    certificates = None if insecure else Certificates(keys / "ca.pem", keys / "server.pem", keys / "server.key")
-    if insecure:
-        console.print(_INSECURE, style="bold red")
-    limit = largest_answer(config) + _ROOM
-    with run_in(path) as display, tempfile.TemporaryDirectory(prefix="fedstill-") as scratch, Link(
-        # Without a database no message stays on the disk. What must last is in the run directory.
-        Path(scratch), public, host=host, port=port, certificates=certificates, most_bytes=limit, database=False
-    ) as link:  # fmt: skip
-        say(f"listening on {host}:{port} for {', '.join(public)}")
+    if regional:
+        regions_of(config, list(public))
+    _warn(insecure)
+    limit = largest_answer(config, undivided(config, load_data(config)))
+    with run_in(path) as display, _listening(keys, public, host, port, limit, insecure=insecure) as link:
         until = time.monotonic() + wait
 
         def pause() -> bool:
             time.sleep(0.5)
             return time.monotonic() < until
 
-        terms = Terms(timeout=timeout, needed=needed)
-        result = serve_sites(config, list(public), link, path, terms=terms, pause=pause, listener=display)
+        result = serve_sites(
+            config, list(public), link, path, terms=terms, pause=pause, listener=display, regional=regional
+        )
     console.print(results_table({config.method: result.summary}))
     say(f"all of it: {path}")
 
 
-def join(server: str, *, key: Path, ca: Path | None, directory: Path | None, insecure: bool, **own: str) -> None:
-    _needs_flower()
-    from fedstill.flower.node import serve
+@contextmanager
+def _listening(
+    keys: Path, public: dict[str, Path], host: str, port: int, most_bytes: int, *, insecure: bool
+) -> Iterator[Link]:
+    """A connection to sites, by the certificate and the public keys in a directory."""
+    from fedstill.flower.link import Certificates
+    from fedstill.flower.link import Link as FlowerLink
 
+    certificates = None if insecure else Certificates(keys / "ca.pem", keys / "server.pem", keys / "server.key")
+    with tempfile.TemporaryDirectory(prefix="fedstill-") as scratch, FlowerLink(
+        # Without a database no message stays on the disk. What must last is in the run directory.
+        Path(scratch), public, host=host, port=port, certificates=certificates, most_bytes=most_bytes + _ROOM,
+        database=False,
+    ) as link:  # fmt: skip
+        say(f"listening on {host}:{port} for {', '.join(public)}")
+        yield link
+
+
+def _public_keys(keys: Path) -> dict[str, Path]:
+    """The sites' public keys, by name."""
+    public = {path.stem: path for path in sorted((keys / "sites").glob("*.pub"))}
+    if not public:
+        raise SettingError(f"{keys}/sites has no public keys (NAME.pub); 'fedstill keys' makes some for a trial")
+    return public
+
+
+def _needed(needed: int, public: dict[str, Path]) -> int:
+    if needed > len(public):
+        raise SettingError(f"--needed {needed}: there are keys of {len(public)} sites")
+    return needed or len(public)
+
+
+def _warn(insecure: bool) -> None:
     if insecure:
         console.print(_INSECURE, style="bold red")
-    elif ca is None:
-        raise SettingError("--ca: the certificate by which the server is known is needed, or --insecure")
+
+
+def region(
+    server: str, *, key: Path, ca: Path | None, keys: Path, host: str, port: int, timeout: float, needed: int,
+    directory: Path | None, insecure: bool, **own: str,
+) -> None:  # fmt: skip
+    _needs_flower()
+    from fedstill.experiment.regional import RegionalServer
+
+    public = _public_keys(keys)
+    terms = Terms(timeout=timeout, needed=_needed(needed, public))
+    place = directory or Path(f"region-{key.name}")
+    listen = partial(_listening, keys, public, host, port, insecure=insecure)
+    with RegionalServer(place, list(public), listen, own=Own(**own), terms=terms) as regional:
+        _answer(regional.handle, server, key, ca, place, insecure=insecure)
+    _leave()
+
+
+def join(server: str, *, key: Path, ca: Path | None, directory: Path | None, insecure: bool, **own: str) -> None:
+    _needs_flower()
     if not own["data"]:
         say("no --data: this site takes its share of what the run divides, which is for trials")
     place = directory or Path(f"site-{key.name}")
+    _answer(Site(place, Own(**own)).handle, server, key, ca, place, insecure=insecure)
+    _leave()
+
+
+def _answer(
+    handle: Callable[[Tree], Tree], server: str, key: Path, ca: Path | None, place: Path, *, insecure: bool
+) -> None:
+    """Answer a server's questions until this process is told to stop."""
+    from fedstill.flower.node import serve
+
+    _warn(insecure)
+    if ca is None and not insecure:
+        raise SettingError("--ca: the certificate by which the server is known is needed, or --insecure")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     serve(
-        Site(place, Own(**own)).handle, server=server, key=key, ca=None if insecure else ca,
-        directory=place, ready=lambda: say(f"connected to {server} as {key.name}"),
+        handle, server=server, key=key, ca=None if insecure else ca, directory=place,
+        ready=lambda: say(f"connected to {server} as {key.name}"),
     )  # fmt: skip
+
+
+def _leave() -> None:
     console.file.flush()
     os._exit(0)  # Flower's threads would keep the process for seconds
 

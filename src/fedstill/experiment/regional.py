@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import Message, Tree
 from fedstill.data.dataset import Dataset, Split
 from fedstill.data.federation import Federation
-from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Score, Train, made
 from fedstill.experiment.config import Config, anchored
@@ -29,9 +28,18 @@ from fedstill.experiment.machine import one_thread
 from fedstill.experiment.regions import Hierarchy, Region, assign
 from fedstill.experiment.rundir import Record, RunDirectory, without_nan
 from fedstill.experiment.runner import Listener, Run
-from fedstill.experiment.setup import Setup, load_data, local_training, make_task, regional_method, undivided
-from fedstill.experiment.sites import Link, Own, Roll, Sites, Terms
+from fedstill.experiment.setup import (
+    Setup,
+    largest_answer,
+    load_data,
+    local_training,
+    make_task,
+    regional_method,
+    undivided,
+)
+from fedstill.experiment.sites import Link, Own, Roll, Sites, Terms, run_number
 from fedstill.methods import registry
+from fedstill.methods.base import Method
 
 log = logging.getLogger(__name__)
 
@@ -82,145 +90,131 @@ class RegionalServer:
         self,
         directory: Path,
         names: Sequence[str],
-        link: Callable[[Config], Link],
+        connect: Callable[[int], AbstractContextManager[Link]],
         *,
         own: Own,
         terms: Terms,
         listener: Listener | None = None,
     ) -> None:
-        """`link` connects to the sites called `names`, once a run's settings are known."""
-        self._directory, self._names, self._connect = directory, sorted(names), link
-        self._own, self._terms, self._listener = own, terms, listener
-        self._link: Link | None = None
-        self._region: _Attended | None = None
+        """`connect` lets the sites called `names` in, and no answer with more bytes than it is given."""
+        self.directory, self.names = directory, sorted(names)
+        self.own, self.terms, self.listener = own, terms, listener
+        self._connect = connect
+        self._link: tuple[int, Link] | None = None
+        self._linked = ExitStack()
+        self._attended: _Attended | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._forget()
+        self._linked.close()
 
     def handle(self, asked: Tree) -> Tree:
-        told, body, down = asked["run"], asked["request"], asked["down"]
+        body, down = asked["request"], asked["down"]
         try:
-            region = self._attend(told)
+            run = self._attend(asked["run"])
             if body is None:
-                return region.held()
+                return run.held()
             request = made(body)
             with one_thread():
                 if isinstance(request, Score):
-                    return region.scored(down)
+                    return run.scored(down)
                 if isinstance(request, Train):
-                    return region.trained(down["model"], request)
+                    return run.trained(down["model"], request)
             raise SettingError(f"a region does not pass {type(request).__name__} on")
         except BaseException:
-            self.close()  # a round that was cut short leaves no trace: the run is read again from its directory
+            self._forget()  # a round that was cut short leaves no trace: the run is read again from its directory
             raise
-
-    def close(self) -> None:
-        """Let go of the run, which can go on from its directory."""
-        if self._region is not None:
-            self._region.close()
-            self._region = None
 
     def _attend(self, told: dict[str, Any]) -> _Attended:
         """Turn to the run that a question is about."""
-        if self._region is None or self._region.told["number"] != told["number"]:
-            self.close()
-            config = self._own.config(told["config"])
-            if config.flat:
-                raise SettingError("the server's run has no regions; sites join it with 'fedstill join'")
-            number, members = _region_of(config, told["client"])
-            if len(members) != len(self._names):
-                raise SettingError(
-                    f"the region has {len(members)} clients in the settings, and there are keys of {len(self._names)}"
-                )
-            if self._link is None:
-                self._link = self._connect(config)
-            clients = {name: int(k) for name, k in zip(self._names, members, strict=True)}
-            place = self._directory / "runs" / told["number"]
-            self._region = _Attended(config, told, number, clients, self._link, place, self._terms, self._listener)
-        self._region.told = told
-        return self._region
+        if self._attended is None or self._attended.told["number"] != told["number"]:
+            self._forget()
+            self._attended = _Attended(self, told)
+        self._attended.told = told
+        return self._attended
 
+    def _forget(self) -> None:
+        """Let go of the run, which can go on from its directory."""
+        if self._attended is not None:
+            self._attended.close()
+            self._attended = None
 
-def _region_of(config: Config, client: int) -> tuple[int, IntArray]:
-    """The number of a client's region, and its clients in order."""
-    everywhere = assign(config, config.clients)
-    number = next(n for n, members in enumerate(everywhere) if client in members)
-    return number, np.sort(everywhere[number])
+    def link(self, most_bytes: int) -> Link:
+        """The connection to the sites; a new one if answers may be larger than before."""
+        if self._link is None or self._link[0] < most_bytes:
+            self._linked.close()
+            self._link = most_bytes, self._linked.enter_context(self._connect(most_bytes))
+        return self._link[1]
 
 
 class _Attended:
     """A region's part in one run: its sites, and its rounds once the first episode is asked for."""
 
-    def __init__(
-        self,
-        config: Config,
-        told: dict[str, Any],
-        number: int,
-        clients: dict[str, int],
-        link: Link,
-        place: Path,
-        terms: Terms,
-        listener: Listener | None,
-    ) -> None:
-        self.told, self._config, self._number, self._clients = told, config, number, clients
-        self._link, self._terms, self._listener = link, terms, listener
-        self._own = config.each_region()[number]
+    def __init__(self, server: RegionalServer, told: dict[str, Any]) -> None:
+        self.told, self._server = told, server
+        config = server.own.config(told["config"])
+        if config.flat:
+            raise SettingError("the server's run has no regions; sites join it with 'fedstill join'")
+        everywhere = assign(config, config.clients)
+        self._number = next(n for n, members in enumerate(everywhere) if told["client"] in members)
+        self._members = np.sort(everywhere[self._number])
+        if len(self._members) != len(server.names):
+            raise SettingError(
+                f"the region has {len(self._members)} clients in the settings, and keys of {len(server.names)} here"
+            )
+        self._own = config.each_region()[self._number]
         self._whole = registry.make(config.method, config.hyper)
         self._method = regional_method(self._own, config, self._whole)
+        self._config, holds = _held_here(config, self._method, told)
+        self._link = server.link(largest_answer(self._config, holds))
+        clients = {name: np.array([k]) for name, k in zip(server.names, self._members, strict=True)}
+        self._roll = Roll(clients, holds.dataset, holds, self._tell, of=config.clients)
+        self._sites = Sites(None, self._link, self._roll, server.terms)
+        self._rounds: Rounds | None = None
+        place = server.directory / "runs" / run_number(told)
         with ExitStack() as opened:
             begun = (place / "config.toml").is_file()
-            self._directory = RunDirectory.open(place) if begun else RunDirectory.create(place, anchored(config))
+            self._directory = RunDirectory.open(place) if begun else RunDirectory.create(place, anchored(self._config))
             opened.callback(self._directory.release)
             opened.enter_context(logging_to(place / "log.txt"))
-            dataset, pool = self._data()
-            self._roll = Roll(
-                {name: np.array([k]) for name, k in clients.items()}, dataset, pool, self._tell, of=config.clients
-            )
             self._opened = opened.pop_all()
-        self._sites = Sites(None, link, self._roll, terms)
-        self._rounds: Rounds | None = None
 
     def close(self) -> None:
         self._opened.close()
 
     def held(self) -> Tree:
         """How much the sites hold; those that are not there yet: nothing."""
+        terms, count = self._server.terms, len(self._members)
         until = time.monotonic() + _PATIENCE
         while True:
-            self._roll.call(self._link, timeout=self._terms.timeout)
-            if self._roll.known == len(self._clients) or time.monotonic() > until:
+            self._roll.call(self._link, timeout=terms.timeout)
+            if self._roll.known == count or time.monotonic() > until:
                 break
             time.sleep(0.2)
-        if self._roll.known < self._terms.needed:
-            raise FedstillError(
-                f"only {self._roll.known} of {len(self._clients)} sites are there, {self._terms.needed} are needed"
-            )
-        members, federation = list(self._clients.values()), self._roll.federation
-        return {"samples": federation.sizes[members].tolist(), "tests": federation.test_sizes[members].tolist()}
+        if self._roll.known < terms.needed:
+            raise FedstillError(f"only {self._roll.known} of {count} sites are there, {terms.needed} are needed")
+        federation = self._roll.federation
+        sizes, tests = federation.sizes[self._members], federation.test_sizes[self._members]
+        return {"samples": sizes.tolist(), "tests": tests.tolist()}
 
     def scored(self, down: Message) -> Tree:
         """How often a model is right on each site's own tests."""
         hits = self._sites.hits(down)
-        return {"hits": [hits.get(client, -1) for client in self._clients.values()]}
+        return {"hits": [hits.get(client, -1) for client in self._members.tolist()]}
 
     def trained(self, model: Tensor, request: Train) -> Tree:
         """An episode of the region."""
         if self._rounds is None:
-            self._rounds = Rounds(self._setup(), self._directory, self._listener)
+            self.held()
+            self._rounds = Rounds(self._setup(), self._directory, self._server.listener)
         return self._rounds.episode(self._sites, model, request.round, measure=request.measure)
 
     def _tell(self) -> dict[str, Any]:
         """What the sites are told about the run: what the global server tells, but that checkpoints are made here."""
         return {**self.told, "checkpoint": self._directory.oldest_checkpoint()}
-
-    def _data(self) -> tuple[Dataset, Federation]:
-        """What this server itself holds: what its method needs; otherwise samples in name only."""
-        needs = self._method.needs()
-        if needs.server_labels or needs.proxy_data:
-            dataset = load_data(self._config)
-        else:
-            self._config = self._config.model_copy(update={"proxy": "", "pool": 0.0})
-            told = self.told
-            nothing = Split(torch.zeros(2, *told["shape"]), torch.zeros(2, dtype=torch.int64))
-            dataset = Dataset("", nothing, nothing, *(tuple(told[name]) for name in ("classes", "mean", "std")))
-        return dataset, undivided(self._config, dataset)
 
     def _setup(self) -> Setup:
         config, federation = self._config, self._roll.federation
@@ -228,6 +222,17 @@ class _Attended:
         local = replace(local_training(settings, federation), steps_per_epoch=self.told["steps"][self._number])
         task = make_task(config, federation, self._whole).trained_as(local)
         name = self._own.name or f"region {self._number + 1}"
-        members = np.array(list(self._clients.values()))
-        region = Region(self._number, name, members, self._method, task, settings.participation)
+        region = Region(self._number, name, self._members, self._method, task, settings.participation)
         return Setup(config, task, federation, self._method, Hierarchy((region,)), Attack())
+
+
+def _held_here(config: Config, method: Method, told: dict[str, Any]) -> tuple[Config, Federation]:
+    """What a regional server itself holds: what its method needs; otherwise samples in name only."""
+    needs = method.needs()
+    if needs.server_labels or needs.proxy_data:
+        dataset = load_data(config)
+    else:
+        config = config.model_copy(update={"proxy": "", "pool": 0.0})
+        nothing = Split(torch.zeros(2, *told["shape"]), torch.zeros(2, dtype=torch.int64))
+        dataset = Dataset("", nothing, nothing, *(tuple(told[name]) for name in ("classes", "mean", "std")))
+    return config, undivided(config, dataset)

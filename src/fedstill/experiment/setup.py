@@ -94,10 +94,10 @@ def make_task(
     return task
 
 
-def largest_answer(config: Config) -> int:
+def largest_answer(config: Config, federation: Federation) -> int:
     """Bytes of the tensors that a client sends at most."""
     method = registry.make(config.method, config.hyper)
-    task = make_task(config, undivided(config, load_data(config)), method)
+    task = make_task(config, federation, method)
     inside = [regional_method(own, config, method) for own in config.each_region()] or [method]
     wires = [each.wire(task) for each in (method, *inside)]
     return max(sum(part.nbytes for part in parts.values()) for wire in wires for parts in (wire.up, wire.last))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import secrets
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -355,6 +356,14 @@ def _order(directory: RunDirectory, names: Sequence[str]) -> list[str]:
 # --- a site's end -----------------------------------------------------------------------------------------------------
 
 
+def run_number(told: Mapping[str, Any]) -> str:
+    """What tells a run from others, and names a folder here: so no server may send anything else."""
+    number = str(told["number"])
+    if not re.fullmatch("[0-9a-f]{16}", number):
+        raise SettingError(f"the server's run has the number {number!r:.40}, which is none")
+    return number
+
+
 @dataclass(frozen=True)
 class Own:
     """What a site has of its own; empty: as the run's settings say."""
@@ -423,7 +432,7 @@ class Site:
                 local = local_training(config.model_copy(update=own.of_its_own()), federation)
                 inside = regional_method(own, config, method)
                 regional.append((task.trained_as(replace(local, steps_per_epoch=count)), inside))
-        store = Store(self._directory / "state" / run["number"])
+        store = Store(self._directory / "state" / run_number(run))
         return Worker(task, federation, method, store, tuple(regional))
 
     def _federation(self, config: Config, run: dict[str, Any]) -> Federation:

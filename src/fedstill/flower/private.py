@@ -178,7 +178,6 @@ class Run:
         from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest
         from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
         from flwr.supercore.runtime import RuntimeHttpClient
-        from flwr.supercore.task_identity import TaskIdentity
         from flwr.superlink.grid import HttpGrid
 
         run = self._start(address, keys)
@@ -195,8 +194,7 @@ class Run:
             RuntimeTokenHttpInterceptor(task.token),
         )
         given = self._client.PullTaskInput(PullTaskInputRequest())
-        # Message() takes the run and the sender from here.
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = given.task_id, run, given.context.node_id
+        self._speaker = given.task_id, run, given.context.node_id
         self._grid.set_run(run_from_proto(given.run))
         self._id = run
 
@@ -232,7 +230,8 @@ class Run:
 
     def push(self, letters: list[tuple[Node, RecordDict]], *, seconds: float) -> list[str]:
         """Send records to nodes; the messages' ids, in order. Arrays that several have are uploaded once."""
-        messages = [Message(records, node.id, "query", ttl=seconds) for node, records in letters]
+        with _speaking_as(*self._speaker):
+            messages = [Message(records, node.id, "query", ttl=seconds) for node, records in letters]
         return list(self._grid.push_messages(messages))
 
     def pull(self, message: str, *, most_bytes: int, seconds: float) -> Message | None:
@@ -347,7 +346,9 @@ def supernode(
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
-        return Message(answer(message.content), reply_to=message)
+        content = answer(message.content)
+        with _speaking_as(0, message.metadata.run_id, message.metadata.dst_node_id):
+            return Message(content, reply_to=message)
 
     def answer_and_push(*, state: Any, object_store: Any, **network: Any) -> None:
         nonlocal idle_since
@@ -396,6 +397,19 @@ def supernode(
         )
 
 
+_speaking = threading.Lock()
+
+
+@contextmanager
+def _speaking_as(task: int, run: int, node: int) -> Iterator[None]:
+    """Message() takes its run and sender from the process; a regional server is two of them in turn."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    with _speaking:
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = task, run, node
+        yield
+
+
 def pause(waited: float) -> float:
     """Seconds until the next look: short at first, and never more than a twentieth of the wait so far, or a second."""
     return min(1.0, max(0.1, waited / 20))
@@ -405,7 +419,6 @@ def _inflated(bare: Message, store: Any) -> Message:
     """A message that the SuperNode has received, with its content; Flower hands that out over HTTP only."""
     from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-    from flwr.supercore.task_identity import TaskIdentity
 
     name = bare.metadata.message_id
     contents = {part.object_id: store.get(part.object_id) for part in iterate_object_tree(store.get_object_tree(name))}
@@ -413,9 +426,6 @@ def _inflated(bare: Message, store: Any) -> Message:
     assert isinstance(message, Message)
     message.metadata.__dict__["_message_id"] = name  # not part of what is sent, as it is its hash
     store.delete(name)
-    # A reply takes its sender's task from here.
-    TaskIdentity.task_id, TaskIdentity.run_id = 0, bare.metadata.run_id
-    TaskIdentity.node_id = bare.metadata.dst_node_id
     return message
 
 

@@ -111,7 +111,7 @@ def test_a_sweep_over_saved_teachers_takes_one_run_a_seed(tmp_path: Path, monkey
     assert len(plan.cells) == 2
     carry_out(plan.cells)
     found = {(e.row, e.at["lambda3"]): e for e in entries(plan)}
-    assert set(found) == {(row, x) for row in ("Teacher 1", "Teacher 2", "G-student") for x in (0.0, 1.0)}
+    assert set(found) == {(row, x) for row in ("Teacher 1", "Teacher 2", MEAN, "G-student") for x in (0.0, 1.0)}
     assert found["Teacher 1", 0.0].values == found["Teacher 1", 1.0].values
     own = [cell.summary()["best_accuracy"] for cell in plan.cells]
     assert found["G-student", 0.0].values == own, "the run itself was made at that point"

@@ -48,19 +48,20 @@ def carry_on(
     found = without_nan(saved(evidence))
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "claims.json", found)
-    say(found, out / "claims.json", page or out / "claims.md")
+    say(found, markdown(found), out / "claims.json", page or out / "claims.md")
 
 
 def show(source: Path, page: Path | None) -> None:
     """Write the page of results that were saved before."""
     try:
         found: Saved = read_json(source)
-        say(found, source, page)
+        text = markdown(found)
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise SettingError(f"{source} is not what 'fedstill claims' saves: {error!r}") from error
+    say(found, text, source, page)
 
 
-def say(found: Saved, source: Path, page: Path | None) -> None:
+def say(found: Saved, text: str, source: Path, page: Path | None) -> None:
     listing = Table(title="The papers' claims", caption="difference: mean and 95 % confidence interval of paired seeds")
     for column in ("", "difference", "seeds", "verdict"):
         listing.add_column(column, overflow="fold", justify="left" if column in ("", "verdict") else "right")
@@ -71,7 +72,7 @@ def say(found: Saved, source: Path, page: Path | None) -> None:
             listing.add_row(f"   {told['check']['says']}", difference(told), seeds_for(told), told["verdict"])
     console.print(listing)
     if page:
-        write_atomic(page, markdown(found))
+        write_atomic(page, text)
         console.print(f"saved: {page}, from {source}", highlight=False, soft_wrap=True)
 
 
@@ -79,6 +80,8 @@ def tally(claim: Saved) -> str:
     """A claim's verdicts in words."""
     counted = Counter(told["verdict"] for told in claim["checks"])
     judged = sum(n for said, n in counted.items() if said != "open")
+    if not judged:
+        return "open"
     if counted["confirmed"] == judged:
         return "confirmed"
     said = ("confirmed", "contradicted", "not seen at this scale", "too few seeds", "not run")
@@ -97,8 +100,9 @@ def seeds_for(told: Saved) -> str:
     if d is None:
         return ""
     lower = told["check"]["expect"] == "lower"
-    ours = sum((a < b if lower else a > b) for a, b in zip(told["of"], told["than"], strict=True))
-    return f"{ours}/{d['n']}" + (" lower" if lower else " higher")
+    pairs = list(zip(told["of"], told["than"], strict=True))
+    ours, equal = sum((a < b if lower else a > b) for a, b in pairs), sum(a == b for a, b in pairs)
+    return f"{ours}/{d['n']}" + (" lower" if lower else " higher") + (f", {equal} equal" if equal else "")
 
 
 def _in_unit(told: Saved, value: float, sign: str = "+") -> str:
@@ -117,22 +121,30 @@ HEAD = """\
 
 `fedstill claims` writes this page; nothing in it is written by hand. Each number comes from a run directory of a preset
 at its cpu scale, which two cores can do, so that sizes, networks and some datasets are smaller than the papers' (see
-the end). To carry it all out again, or further:
+the end). To carry it all out again:
 
     fedstill claims --seeds 5 --data-dir DATA
 
 A check compares two rows of a preset on the same seeds: same partition, same schedule of clients, same initial weights.
-The interval is the 95 % confidence interval of the mean paired difference (Student's). **Confirmed**: it lies on the
-side that the paper says. **Contradicted**: on the other. **Not seen at this scale**: it has zero in it. Fewer than
-{enough} seeds are not judged; open questions are measured and not judged. Settings are the papers', nothing was tuned,
-and "final" is the mean of the last five evaluations. Accuracies are in percent; roughness is the standard deviation of
-the change from one evaluation to the next.
+The interval is the 95 % confidence interval of the mean paired difference (Student's). All verdicts are about this
+scale. **Confirmed**: the interval lies on the side that the paper says, or, where a check has a margin ("within",
+"not more than"), inside it. **Contradicted**: on the other side, or outside the margin. **Not seen at this scale**: the
+interval leaves it open; that is no evidence against a claim, least of all where most seeds agree with it. Fewer than
+{enough} seeds are not judged; open questions are measured and not judged.
+
+Of {judged} intervals that are judged about one in twenty misses by chance alone, and many share runs: a verdict whose
+interval nearly touches zero is worth little. The number of seeds was fixed beforehand; adding seeds until an interval
+clears zero would make these intervals false. Hyper-parameters are the papers', beside what a preset says it reduces;
+none was chosen by results. Where a scale was changed after results had been seen, the claim's note says so. "Final" is
+the mean of the last five evaluations. Accuracies are in percent; roughness is the standard deviation of the change from
+one evaluation to the next, over the second half of them.
 """
 
 
 def markdown(found: Saved) -> str:
     """The page."""
-    lines = [HEAD.format(enough=ENOUGH), "| | claim | verdict |", "|---|---|---|"]
+    judged = sum(told["verdict"] not in ("open", "not run") for claim in found["claims"] for told in claim["checks"])
+    lines = [HEAD.format(enough=ENOUGH, judged=judged), "| | claim | verdict |", "|---|---|---|"]
     for number, claim in enumerate(found["claims"], 1):
         lines.append(f"| {number} | {claim['title']} | {tally(claim)} |")
     for number, claim in enumerate(found["claims"], 1):
@@ -141,6 +153,7 @@ def markdown(found: Saved) -> str:
             f"## {number}. {claim['title']}",
             "",
             f"Claimed in: {claim['paper']}. **{_capital(tally(claim))}.**",
+            *(["", claim["note"]] if claim.get("note") else []),
         ]
         lines += ["", "| check | preset | in | ours | against | difference | seeds | paper | verdict |"]
         lines.append("|---|---|---|--:|--:|--:|--:|--:|---|")

@@ -26,7 +26,7 @@ def draw(plan: Plan, numbers: Sequence[Entry], out: Path) -> None:
     """The figure of a preset whose runs are finished, if it is one; `numbers` are those of its table."""
     if plan.preset.shows == "table":
         return
-    title = f"{plan.name} ({plan.scale} scale): {plan.preset.title}"
+    title = f"{plan.name} ({plan.scale} scale): {plan.title}"
     _KINDS[plan.preset.shows](plan, numbers, out, title)
     say(f"saved: {out}")
 

@@ -93,7 +93,7 @@ def table(plan: Plan, numbers: Sequence[Entry], seeds: int) -> Table:
     """One metric of a preset: rows by points, the paper's number and ours."""
     metric = numbers[0].metric
     shown = Table(
-        title=f"{plan.name}: {plan.preset.title} · {metric}",
+        title=f"{plan.name}: {plan.title} · {metric}",
         caption=f"{_reading(numbers, seeds)}{_reduced(plan)}",
     )
     places = list(dict.fromkeys(_place(e) for e in numbers))
@@ -152,7 +152,7 @@ def _place(entry: Entry) -> str:
 
 def markdown(plan: Plan, numbers: Sequence[Entry], seeds: int) -> str:
     """The tables of a preset as text."""
-    lines = [f"# {plan.name}: {plan.preset.title}", "", f"{plan.scale} scale."]
+    lines = [f"# {plan.name}: {plan.title}", "", f"{plan.scale} scale."]
     if plan.scale == "cpu" and plan.preset.cpu:
         lines += ["", f"Reduced: {plan.preset.cpu.reduces}."]
     for metric in dict.fromkeys(e.metric for e in numbers):

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.core.files import read_json
 from fedstill.data.dataset import Dataset
 from fedstill.engine.process import die_with_parent
@@ -42,7 +42,14 @@ class Cell:
 
     def summary(self) -> Record:
         """What the finished run came to."""
-        found: Record = read_json(self.path / "summary.json")
+        try:
+            found = read_json(self.path / "summary.json")
+        except ValueError as error:
+            raise DataError(
+                f"{self.path}/summary.json is damaged ({error}); delete {self.path} to run it again"
+            ) from error
+        if not isinstance(found, dict) or "versions" not in found:
+            raise DataError(f"{self.path}/summary.json is not a run's; delete {self.path} to run it again")
         return found
 
     def records(self) -> list[Record]:
@@ -64,7 +71,13 @@ class Cell:
         if keeping(there.config(), self.config) != keeping(there.config(), there.config()):
             return None
         done = max((record["round"] for record in there.records()), default=0)
-        return min(done, self.config.rounds - 1) if not (self.path / "summary.json").exists() else self.config.rounds
+        if not (self.path / "summary.json").exists():
+            return min(done, self.config.rounds - 1)
+        if done < self.config.rounds:
+            raise DataError(
+                f"{self.path}/metrics.jsonl has lost rounds of a finished run; delete {self.path} to run it again"
+            )
+        return self.config.rounds
 
     @property
     def finished(self) -> bool:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from fedstill.core.errors import DataError, SettingError, unknown
 from fedstill.experiment import presets
 from fedstill.experiment.cells import Cell
 from fedstill.experiment.config import Config
 from fedstill.experiment.presets import METRICS, Point
-from fedstill.experiment.reproduce import Plan, number, plans, retaught
+from fedstill.experiment.reproduce import MEAN, Plan, number, plans, retaught
 from fedstill.metrics.statistics import ENOUGH, Paired, paired
 
 Term = dict[str, Any]  # a row of a preset, and where in its sweep
@@ -31,8 +33,8 @@ class _Table(BaseModel):
 class Gap(_Table):
     """The best of some numbers less the best of others."""
 
-    of: list[Term]
-    than: list[Term]
+    of: list[Term] = Field(min_length=1)
+    than: list[Term] = Field(min_length=1)
 
 
 class Check(Gap):
@@ -45,6 +47,14 @@ class Check(Gap):
     expect: Expectation
     margin: float = 0.0
 
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        if self.metric not in METRICS:
+            raise unknown("metric", self.metric, METRICS)
+        if self.expect in ("same", "not higher") and self.margin <= 0:
+            raise SettingError(f"{self.says}: {self.expect!r} needs a margin above 0")
+        return self
+
     @property
     def terms(self) -> list[Term]:
         return [*self.of, *self.than, *(self.growth.of + self.growth.than if self.growth else [])]
@@ -53,6 +63,7 @@ class Check(Gap):
 class Claim(_Table):
     title: str
     paper: str
+    note: str = ""  # what a reader must know to trust the verdicts
     check: list[Check] = Field(min_length=1)
 
 
@@ -106,9 +117,21 @@ class Evidence:
         else:
             at = place.point.at | place.further
             values = [number(place.cells[s], place.point.model, check.metric, at) for s in seeds]
-        if None in values:
-            raise ValueError(f"{check.preset}: {check.metric} of {term} is not in every run")
-        return [v for v in values if v is not None]
+        known = [v for v in values if v is not None and math.isfinite(v)]
+        if len(known) < len(values):
+            raise DataError(f"{check.preset}: {check.metric} of {term} is not a number in every run")
+        return known
+
+    def same_rounds(self, check: Check, seed: int) -> bool:
+        """Whether all runs of a check were evaluated in the same rounds."""
+        runs = [self._place(check, term).cells[seed].records() for term in check.terms]
+        rounds = [[record["round"] for record in records if record["evaluated"]] for records in runs]
+        return all(each == rounds[0] for each in rounds)
+
+    def runs(self, check: Check, seeds: Sequence[int]) -> list[str]:
+        """The directories that a check was read from."""
+        found = [self._place(check, term).cells[s].path.name for term in check.terms for s in seeds]
+        return list(dict.fromkeys(found))
 
     def paper(self, check: Check, term: Term) -> float | None:
         """What the paper has for a term."""
@@ -121,10 +144,14 @@ class Evidence:
         plan = self.plan(check.preset)
         for point, cells in plan.runs:
             # A taught student's teachers have no runs of their own.
-            same_row = point.row == row or (plan.preset.reteach and row.startswith("Teacher "))
-            if same_row and all(where.get(k) == v for k, v in point.at.items()):
-                return Place(point, cells, {k: v for k, v in where.items() if k not in point.at})
-        raise ValueError(f"{check.preset} has no {term}")
+            same_row = point.row == row or (plan.preset.reteach and (row.startswith("Teacher ") or row == MEAN))
+            further = {k: v for k, v in where.items() if k not in point.at}
+            if same_row and all(where.get(k) == v for k, v in point.at.items()) and further.keys() <= _FURTHER:
+                return Place(point, cells, further)
+        raise SettingError(f"{check.preset} has no {term}")
+
+
+_FURTHER = {"round", "episode"}  # what a metric may ask for beside a point of the sweep
 
 
 def _key(row: str, at: Mapping[str, Any]) -> str:
@@ -149,7 +176,10 @@ def finding(check: Check, evidence: Evidence) -> Finding:
     seeds = evidence.seeds(check)
     if not seeds:
         return Finding(check, [], [], [], None, None, "not run")
-    best = max if METRICS[check.metric][1] else min
+    ours, larger_is_better = METRICS[check.metric]
+    if (ours.startswith("final_") or ours == "roughness") and not evidence.same_rounds(check, seeds[0]):
+        raise SettingError(f"{check.says}: its runs are evaluated in different rounds, so name one (top1_at_round)")
+    best = max if larger_is_better else min
 
     def bests(terms: Sequence[Term]) -> list[float]:
         return [best(values) for values in zip(*(evidence.numbers(check, t, seeds) for t in terms), strict=True)]
@@ -201,16 +231,21 @@ def saved(evidence: Evidence) -> dict[str, Any]:
     cells = [cell for claim, _ in found for check in claim.check for cell in evidence.cells(check) if cell.finished]
     return {
         "versions": sorted({json.dumps(cell.summary()["versions"], sort_keys=True) for cell in cells}),
-        "presets": {name: _described(evidence.plan(name)) for name in used},
+        "presets": {name: described(evidence.plan(name)) for name in used},
         "claims": [
-            {"title": claim.title, "paper": claim.paper, "checks": [_as_data(f, evidence) for f in findings]}
+            {
+                "title": claim.title,
+                "paper": claim.paper,
+                "note": claim.note,
+                "checks": [_as_data(f, evidence) for f in findings],
+            }
             for claim, findings in found
         ],
     }
 
 
 def _as_data(found: Finding, evidence: Evidence) -> dict[str, Any]:
-    runs = [cell.path.name for cell in evidence.cells(found.check) if cell.config.seed in found.seeds]
+    runs = evidence.runs(found.check, found.seeds)
     told = asdict(found) | {"check": found.check.model_dump(exclude_none=True), "runs": runs}
     return {key: value for key, value in told.items() if value is not None}
 
@@ -221,7 +256,7 @@ _TOLD = ("data", "fraction", "samples_per_client", "pool", "model", "clients", "
 _SELDOM = ("fraction", "samples_per_client", "pool")  # told where set
 
 
-def _described(plan: Plan) -> dict[str, Any]:
+def described(plan: Plan) -> dict[str, Any]:
     config = plan.runs[0][0].config.model_dump()
     told = {k: config[k] for k in _TOLD if k not in _SELDOM or config[k] != Config.model_fields[k].default}
-    return {"title": plan.preset.title, "reduces": plan.preset.cpu.reduces if plan.preset.cpu else "", "settings": told}
+    return {"title": plan.title, "reduces": plan.preset.cpu.reduces if plan.preset.cpu else "", "settings": told}

@@ -33,7 +33,8 @@ METRICS: dict[str, tuple[str, bool]] = {
     "local_top1": ("final_local_accuracy", True),
     "rounds_to_target": ("rounds_to_target", False),
     "server_seconds": ("server_seconds", False),
-    # Not the papers' words: how much accuracy changes between evaluations (standard deviation of the changes), and
+    # Not the papers' words: how much accuracy changes between evaluations (standard deviation of the changes in the
+    # second half), and
     # whether the regions' models taught a student at a meeting (1) or were averaged (0).
     "roughness": ("roughness", False),
     "taught": ("taught", False),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from fedstill.aggregate.mean import weighted_mean
 from fedstill.experiment import presets
 from fedstill.experiment.cells import IRRELEVANT, Cell
 from fedstill.experiment.comparison import to_target
@@ -27,6 +28,7 @@ from fedstill.experiment.setup import prepare
 from fedstill.metrics.statistics import Spread, spread
 
 BASELINE = "FedAvg"
+MEAN = "Mean of teachers"  # where the student starts
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,13 @@ class Plan:
     preset: Preset
     scale: Scale
     runs: tuple[tuple[Point, tuple[Cell, ...]], ...]  # a cell for each seed
+
+    @property
+    def title(self) -> str:
+        """The preset's, with the dataset where the scale has another than the paper."""
+        preset = self.preset
+        data = preset.cpu.settings.get("data") if self.scale == "cpu" and preset.cpu else None
+        return f"{preset.title}; here {data}" if data and data != preset.settings.get("data") else preset.title
 
     @property
     def cells(self) -> list[Cell]:
@@ -217,8 +226,11 @@ def _accuracies(cell: Cell, model: str) -> dict[int, float]:
     return {round_: float(value) for round_, value in told.items() if value is not None}
 
 
-def _roughness(cell: Cell, model: str, _at: Mapping[str, Any]) -> float:
-    return float(np.std(np.diff(list(_accuracies(cell, model).values())), ddof=1))
+def _roughness(cell: Cell, model: str, _at: Mapping[str, Any]) -> float | None:
+    """Over the second half of the evaluations: before that, a curve that rises fast is rough too."""
+    accuracies = list(_accuracies(cell, model).values())
+    changes = np.diff(accuracies[len(accuracies) // 2 :])
+    return float(np.std(changes, ddof=1)) if len(changes) > 1 else None
 
 
 def _taught(cell: Cell, _model: str, at: Mapping[str, Any]) -> float | None:
@@ -261,7 +273,7 @@ def _number(value: object) -> float | None:
 
 
 def retaught(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[str, dict[str, Any], list[float | None]]]:
-    """Accuracies of students taught at every point of the sweep from the same teachers, and of those teachers."""
+    """Accuracies of students taught at every point of the sweep from the same teachers, of those, and of their mean."""
     points = [point for point, _ in plan.runs]
     students: list[list[float | None]] = [[] for _ in points]
     teachers: dict[str, list[float | None]] = {}
@@ -269,6 +281,8 @@ def retaught(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[str, dict[str, 
         saved = SavedEpisode(plan.runs[0][1][seed].path)
         for n, model in enumerate(saved.teachers.values(), 1):
             teachers.setdefault(f"Teacher {n}", []).append(saved.accuracy(model))
+        mean = weighted_mean((model, 1) for model in saved.teachers.values())
+        teachers.setdefault(MEAN, []).append(saved.accuracy(mean))
         for values, lesson in zip(students, saved.teach([point.config.hyper for point in points]), strict=True):
             values.append(lesson.accuracy)
     for point, values in zip(points, students, strict=True):

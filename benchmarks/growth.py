@@ -1,0 +1,99 @@
+"""What a round and the memory cost as clients become many, while as many as before are active."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+import fedstill
+from benchmarks.engine import Stopwatch
+from fedstill.data.federation import Federation
+
+CLIENTS = (100, 1_000, 10_000, 100_000, 1_000_000)
+METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("fedavg", {}),
+    ("fedavg+t1", {}),
+    ("fedkf", {"width": 8, "z_dim": 16, "batches": 1}),
+    ("scaffold", {}),
+)
+ACTIVE, HELD = 50, 10  # clients a round, and samples of each
+_DISTINCT = 5_000  # images that there are; clients share them, so that only what grows with clients grows
+
+
+def federation(clients: int) -> Federation:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(_DISTINCT, 1, 32, 32, generator=g).contiguous(memory_format=torch.channels_last)
+    y = torch.randint(0, 10, (_DISTINCT,), generator=g)
+    dataset = fedstill.Dataset("random", fedstill.Split(x, y), fedstill.Split(x[:100], y[:100]), tuple("0123456789"))
+    index = np.random.default_rng(0).integers(0, _DISTINCT, clients * HELD, dtype=np.int64)
+    offsets = np.arange(clients + 1) * HELD
+    none = np.zeros(0, np.int64)
+    return Federation(dataset, index, offsets, none, np.zeros_like(offsets), none)
+
+
+def cell(method: str, settings: dict[str, Any], clients: int, rounds: int) -> dict[str, float]:
+    """Seconds a round, and peak memory of all processes without the arrays that say who holds what; in MB."""
+    torch.set_num_threads(1)
+    held = federation(clients)
+    arrays = sum(a.nbytes for a in (held.train_index, held.train_offsets, held.test_offsets)) / 1e6
+    watch, peak = Stopwatch(), Peak()
+    with peak:
+        fedstill.run(
+            method, data=held, model="lenet5", rounds=rounds + 2, participation=ACTIVE / clients, batch_size=10,
+            epochs=1, lr=0.01, workers=2, eval_every=0, listener=watch, **settings,
+        )  # fmt: skip
+    return {"seconds": median(watch.seconds[:-1]), "peak": peak.megabytes, "arrays": arrays}
+
+
+class Peak:
+    """The most memory that this process and its children had at once, counting shared pages once (PSS)."""
+
+    def __enter__(self) -> Peak:
+        self.megabytes, self._over = 0.0, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.1):
+            self.megabytes = max(self.megabytes, sum(map(_proportional, _family())))
+
+
+def _family() -> list[int]:
+    children = Path("/proc/self/task").glob("*/children")
+    return [0, *(int(pid) for path in children for pid in path.read_text().split())]
+
+
+def _proportional(pid: int) -> float:
+    try:
+        lines = Path(f"/proc/{pid or 'self'}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("Pss:"))
+
+
+def grown(method: str, settings: dict[str, Any], clients: int, rounds: int) -> dict[str, float]:
+    """The same in a process of its own, so that nothing is left over from another."""
+    told = json.dumps([method, settings, clients, rounds])
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.growth", told], check=True, capture_output=True, text=True
+    )
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+if __name__ == "__main__":
+    began = time.perf_counter()
+    print(json.dumps(cell(*json.loads(sys.argv[1])) | {"whole": time.perf_counter() - began}))

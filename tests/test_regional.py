@@ -77,7 +77,7 @@ def served(world: World, out: Path, method: str, listener: Listener | None = Non
         for region in world.regions.values():
             stack.enter_context(region)
         return serve(
-            config, list(SITES), world.top, out, terms=Terms(timeout=5), pause=lambda: False, listener=listener,
+            config, list(SITES), world.top, out, terms=Terms(timeout=5), pause=lambda missing: False, listener=listener,
             regional=True,
         )  # fmt: skip
 
@@ -152,7 +152,7 @@ def test_a_region_that_is_away_is_left_out_and_comes_back(tmp_path: Path) -> Non
 
     result = served(world, tmp_path / "run", "fedavg+f2l", rounds=6, listener=Leaving())
     assert [r["episode"]["regions"] for r in result.records] == [["east", "west"], ["east"], ["east", "west"]]
-    assert "region 1 dropped: no answer within 5 s" in (tmp_path / "run/log.txt").read_text()
+    assert "because they are not connected: west" in (tmp_path / "run/log.txt").read_text()
 
 
 def test_a_region_and_a_site_that_come_late_take_part_from_then_on(tmp_path: Path) -> None:
@@ -220,3 +220,52 @@ def test_regions_whose_sites_have_data_of_their_own(tmp_path: Path) -> None:
     held = [line.split(",")[1] for line in (tmp_path / "run/clients.csv").read_text().splitlines()[1:]]
     assert held == ["16", "40", "48", "24", "32"]
     assert result.records[-1]["amp"] is not None
+
+
+def test_a_dead_site_does_not_take_its_region_out(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    class Dying(Listener):
+        def round_done(self, record: dict[str, Any]) -> None:
+            world.sites["east"].away = {"bob"}
+
+    result = served(world, tmp_path / "run", "fedavg+f2l", rounds=6, participation=1.0, listener=Dying())
+    assert [r["episode"]["regions"] for r in result.records] == [["east", "west"]] * 3
+    assert result.records[-1]["amp"] is not None
+
+
+def test_sites_have_no_more_time_than_the_episode(tmp_path: Path) -> None:
+    class Timed(Wire):
+        def ask(self, requests: Mapping[str, Tree], *, timeout: float, **how: Any) -> Iterator[tuple[str, Any]]:
+            if any(request["request"] and request["request"]["kind"] == "Train" for request in requests.values()):
+                given.append(timeout)
+            return super().ask(requests, timeout=timeout, **how)
+
+    given: list[float] = []
+    world = World(tmp_path)
+    world.sites["east"] = Timed(world.sites["east"].there)
+    served(world, tmp_path / "run", "fedavg+f2l", rounds=2)
+    assert len(given) == 2
+    assert given[0] <= 5 * 0.9 / 2
+    assert given[1] <= 5 * 0.9
+
+
+def test_a_global_server_that_went_back(tmp_path: Path) -> None:
+    """Its newest checkpoint is damaged, so that an episode is asked for which a region has left behind."""
+
+    class Stop(Listener):
+        def round_done(self, record: dict[str, Any]) -> None:
+            if record["round"] == 4:
+                raise Killed
+
+    with pytest.raises(Killed):
+        served(World(tmp_path), tmp_path / "run", "fedavg+f2l", rounds=6, listener=Stop())
+    for path in (tmp_path / "run/checkpoints").glob("round-*.safetensors"):
+        path.unlink()
+    (tmp_path / "run/metrics.jsonl").unlink()
+    result = served(World(tmp_path), tmp_path / "run", "fedavg+f2l", rounds=6)
+    assert [r["round"] for r in result.records] == [2, 4, 6]
+    alone(tmp_path / "alone", "fedavg+f2l", rounds=6)
+    assert weights(tmp_path / "run") == weights(tmp_path / "alone")
+    rounds = next((tmp_path / "east/runs").iterdir()) / "metrics.jsonl"
+    assert [json.loads(line)["round"] for line in rounds.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]

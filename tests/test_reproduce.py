@@ -14,7 +14,7 @@ from fedstill.cli import presets as command
 from fedstill.experiment import presets
 from fedstill.experiment.cells import carry_out
 from fedstill.experiment.presets import Preset
-from fedstill.experiment.reproduce import directory, entries, plans, seconds_needed
+from fedstill.experiment.reproduce import MEAN, directory, entries, plans, seconds_needed
 
 TINY: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"}
 TINY |= {"model": "mlp", "model_options": {"hidden": [8]}, "rounds": 2}

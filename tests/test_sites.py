@@ -16,8 +16,9 @@ import fedstill
 from fedstill.core import tree
 from fedstill.core.tree import Tree
 from fedstill.experiment.config import resolve
+from fedstill.experiment.rundir import RunDirectory
 from fedstill.experiment.runner import Listener
-from fedstill.experiment.sites import Own, Site, Terms, serve
+from fedstill.experiment.sites import Own, Site, Terms, _labelled_as, serve
 
 SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"} | {"clients": 3, "participation": 1.0}
 NAMES = ("north", "south", "west")
@@ -53,7 +54,7 @@ class Wire:
 
 def served(wire: Wire, out: Path, method: str = "fedavg", listener: Listener | None = None, **settings: Any) -> Any:
     config = resolve(SETTINGS | settings | {"method": method})
-    return serve(config, NAMES, wire, out, terms=Terms(timeout=5), pause=lambda: False, listener=listener)
+    return serve(config, NAMES, wire, out, terms=Terms(timeout=5), pause=lambda missing: False, listener=listener)
 
 
 def alone(out: Path, method: str = "fedavg", **settings: Any) -> Any:
@@ -109,6 +110,17 @@ def test_a_site_that_is_away_is_left_out_and_counts_again_when_it_is_back(tmp_pa
             wire.away = {1: {"south"}, 2: set()}.get(record["round"], set())
 
     result = served(wire, tmp_path / "run", rounds=3, listener=Leaving())
+    assert [r["clients"] for r in result.records] == [3, 2, 3]
+    assert "because they are not connected: south" in (tmp_path / "run/log.txt").read_text()
+
+
+def test_a_site_that_does_not_answer_is_left_out_of_the_round(tmp_path: Path) -> None:
+    class Silent(Wire):
+        def answer(self, name: str, request: Tree) -> Any:
+            quiet = name == "south" and request["request"] and request["request"].get("round") == 2
+            return Silence("no answer within 5 s") if quiet else super().answer(name, request)
+
+    result = served(Silent(tmp_path), tmp_path / "run", rounds=3)
     assert [r["dropped"] for r in result.records] == [0, 1, 0]
     assert "client 1 dropped: no answer within 5 s" in (tmp_path / "run/log.txt").read_text()
 
@@ -234,3 +246,71 @@ def test_what_a_site_cannot_do_is_said(tmp_path: Path) -> None:
     nobody.away = set(NAMES)
     with pytest.raises(fedstill.FedstillError, match="only 0 of 3 sites"):
         served(nobody, tmp_path / "empty")
+
+
+def test_a_round_without_enough_answers_is_tried_again_with_those_that_are_there(tmp_path: Path) -> None:
+    """Otherwise one dead site that is drawn alone would end the run."""
+
+    class Dying(Wire):
+        def answer(self, name: str, request: Tree) -> Any:
+            body = request["request"]
+            if body and body.get("round") == 2 and not self.away:
+                self.away = {name}  # the first that is asked in round 2, which no other is
+                return Silence("no answer within 5 s")
+            return super().answer(name, request)
+
+    wire = Dying(tmp_path)
+    result = served(wire, tmp_path / "run", "fedavg+t1", participation=0.34, rounds=4)
+    assert [r["round"] for r in result.records] == [1, 2, 3, 4]
+    assert [r["dropped"] for r in result.records] == [0, 0, 0, 0]
+    assert "round 2 is tried again: only 0 of 1 clients" in (tmp_path / "run/log.txt").read_text()
+
+
+def test_classes_are_matched_by_name(tmp_path: Path) -> None:
+    server = ("cat", "dog", "owl")
+    x = torch.zeros(3, 1, 4, 4, dtype=torch.uint8)
+
+    def labelled(*classes: str) -> list[int]:
+        split = fedstill.Split(x, torch.arange(3) % len(classes))
+        found = _labelled_as(fedstill.Dataset("site", split, split, classes), server)
+        assert found.classes == server
+        assert torch.equal(found.train.y, found.test.y)
+        return found.train.y.tolist()
+
+    assert labelled("owl", "cat") == [2, 0, 2]
+    assert labelled(*server) == [0, 1, 2]
+    assert labelled("0", "1") == [0, 1, 0], "classes without names keep their numbers"
+    with pytest.raises(fedstill.DataError, match="the class 'cow' here is none of the server's: cat, dog, owl"):
+        labelled("cat", "cow")
+    with pytest.raises(fedstill.DataError, match="4 classes here"):
+        labelled("0", "1", "2", "3")
+
+
+def test_settings_change_until_the_first_round_is_done(tmp_path: Path) -> None:
+    nobody = Wire(tmp_path)
+    nobody.away = set(NAMES)
+    with pytest.raises(fedstill.FedstillError, match="only 0 of 3"):
+        served(nobody, tmp_path / "run", lr=0.5)
+    served(Wire(tmp_path), tmp_path / "run", lr=0.1)
+    assert RunDirectory.open(tmp_path / "run", lock=False).config().lr == 0.1
+    with pytest.raises(fedstill.SettingError, match=r"lr was 0\.1"):
+        served(Wire(tmp_path), tmp_path / "run", lr=0.2)
+    with pytest.raises(fedstill.SettingError, match="'fedstill serve' with the same --out continues it"):
+        fedstill.resume(tmp_path / "run", rounds=5)
+
+
+def test_a_site_that_cannot_take_part_is_complained_about_once(tmp_path: Path) -> None:
+    class Unable(Wire):
+        asked = 0
+
+        def answer(self, name: str, request: Tree) -> Any:
+            if name == "south":
+                self.asked += 1
+                return {"error": "no such\ndata"}
+            return super().answer(name, request)
+
+    wire = Unable(tmp_path)
+    served(wire, tmp_path / "run", rounds=4)
+    said = (tmp_path / "run/log.txt").read_text()
+    assert said.count("south cannot take part: no such data") == 1
+    assert wire.asked == 1

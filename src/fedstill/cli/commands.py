@@ -373,8 +373,8 @@ def title_of(config: Config) -> str:
 
 
 @contextmanager
-def run_in(path: Path) -> Iterator[Display]:
-    """A display for a run in this directory; if the run stops under way, the user is told how to go on."""
+def run_in(path: Path, again: str = "") -> Iterator[Display]:
+    """A display for a run in this directory; if the run stops under way, the user is told how to go on (`again`)."""
     display, log = Display(console), path / "log.txt"
     logged = log.stat().st_mtime_ns if log.exists() else 0
     try:
@@ -384,8 +384,8 @@ def run_in(path: Path) -> Iterator[Display]:
     except (FedstillError, OSError, KeyboardInterrupt) as error:
         if not display.began:
             raise
-        raise Halted(error, path) from error
+        raise Halted(error, path, again) from error
     except Exception as error:  # of the user's own method, unless it came before there was a log
         if not log.exists() or log.stat().st_mtime_ns == logged:
             raise
-        raise Halted(error, path) from error
+        raise Halted(error, path, again) from error

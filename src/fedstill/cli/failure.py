@@ -10,14 +10,14 @@ from fedstill.core.errors import FedstillError
 class Halted(FedstillError):
     """A run stopped under way."""
 
-    def __init__(self, reason: BaseException, path: Path) -> None:
+    def __init__(self, reason: BaseException, path: Path, again: str = "") -> None:
         stopped = isinstance(reason, KeyboardInterrupt)
         text = "stopped" if stopped else one_line(reason)
         ours = isinstance(reason, FedstillError | OSError | KeyboardInterrupt)
         if not ours or "\n" in str(reason):
             text += f" (the traceback is in {path / 'log.txt'})"
         super().__init__(text)
-        self.hint = f"what is done is kept; continue with: fedstill resume {path}"
+        self.hint = f"what is done is kept; continue with: {again or f'fedstill resume {path}'}"
         self.code = 130 if stopped else 2
 
 

@@ -46,10 +46,18 @@ def serve(
         regions_of(config, list(public))
     _warn(insecure)
     limit = largest_answer(config, undivided(config, load_data(config)))
-    with run_in(path) as display, _listening(keys, public, host, port, limit, insecure=insecure) as link:
-        until = time.monotonic() + wait
+    with (
+        run_in(path, again="the same command") as display,
+        _listening(keys, public, host, port, limit, insecure=insecure) as link,
+    ):
+        until, told = time.monotonic() + wait, dict[str, str]()
 
-        def pause() -> bool:
+        def pause(missing: dict[str, str]) -> bool:
+            if missing != told:
+                names = ", ".join(f"{name} ({why})" if why else name for name, why in missing.items())
+                say(f"waiting for {names}")
+                told.clear()
+                told.update(missing)
             time.sleep(0.5)
             return time.monotonic() < until
 
@@ -69,6 +77,9 @@ def _listening(
     from fedstill.flower.link import Link as FlowerLink
 
     certificates = None if insecure else Certificates(keys / "ca.pem", keys / "server.pem", keys / "server.key")
+    for path in (certificates.ca, certificates.certificate, certificates.key) if certificates else ():
+        if not path.is_file():
+            raise SettingError(f"{path} is missing; 'fedstill keys' makes it, and --insecure does without")
     with tempfile.TemporaryDirectory(prefix="fedstill-") as scratch, FlowerLink(
         # Without a database no message stays on the disk. What must last is in the run directory.
         Path(scratch), public, host=host, port=port, certificates=certificates, most_bytes=most_bytes + _ROOM,
@@ -132,6 +143,7 @@ def _answer(
     if ca is None and not insecure:
         raise SettingError("--ca: the certificate by which the server is known is needed, or --insecure")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     serve(
         handle, server=server, key=key, ca=None if insecure else ca, directory=place,
         ready=lambda: say(f"connected to {server} as {key.name}"),

@@ -31,6 +31,15 @@ class Engine(ABC):
         """Before a round: let clients in that were not there; whether the numbers of samples changed."""
         return False
 
+    def absent(self) -> set[int]:
+        """Clients that cannot be asked at present."""
+        return set()
+
+    @property
+    def patient(self) -> bool:
+        """Whether clients come and go, so that a round without enough answers is tried again."""
+        return False
+
     def close(self) -> None:  # noqa: B027 - not every engine starts something
         """Stop whatever was started."""
 

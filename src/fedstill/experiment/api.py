@@ -94,6 +94,8 @@ def resume(
     """Continue a run where it stopped, or with more `rounds` after it ended. Objects must be given again."""
     directory = RunDirectory.open(Path(path))
     try:
+        if directory.served:
+            raise SettingError(f"{path} is a run of sites elsewhere; 'fedstill serve' with the same --out continues it")
         config = _continued(directory, rounds, {"method": method, "data": data, "model": model, "proxy": proxy})
         setup = prepare(config, data=data, model=model, method=method, proxy=proxy)
         if rounds is not None:

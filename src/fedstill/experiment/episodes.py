@@ -12,6 +12,8 @@ from fedstill.experiment.tally import Tally
 from fedstill.experiment.uplinks import Checked
 from fedstill.methods.base import Part
 
+_MOST = 1e15  # of bytes, or anything else that a region counts
+
 TOTALS = ("clients", "bytes_down", "bytes_up", "dropped")  # of an episode's rounds; a region tells them with its model
 
 
@@ -22,12 +24,14 @@ class Episodes(Run):
     def _stride(self) -> int:
         return self.setup.hierarchy.rounds_per_episode
 
-    def _train(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
+    def _try(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         self.server.round = round_
         if engine.greet():
             self._count_samples()
-        sizes = self.setup.federation.sizes
-        asked = [region for region in self.setup.hierarchy.regions if sizes[region.clients].any()]
+        sizes, absent = self.setup.federation.sizes, engine.absent()
+        known = [region for region in self.setup.hierarchy.regions if sizes[region.clients].any()]
+        there = [region for region in known if not absent.issuperset(region.clients.tolist())]
+        asked = there or known  # who is waited for if nobody is there
         self.listener.round_started(round_, len(asked))
         answers = Checked(
             [region.number for region in asked],
@@ -43,7 +47,7 @@ class Episodes(Run):
         self._come = {answer.client: answer["model"] for answer in answers}
         tally = Tally()
         for name in TOTALS:
-            setattr(tally, name, int(sum(answers.metrics.pop(name, []))))
+            setattr(tally, name, sum(int(min(max(n, 0.0), _MOST)) for n in answers.metrics.pop(name, [])))
         tally.metrics = answers.metrics
         return tally, [region for region in asked if region.number in self._come]
 

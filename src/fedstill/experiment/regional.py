@@ -19,7 +19,6 @@ from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import Message, Tree
 from fedstill.data.dataset import Dataset, Split
 from fedstill.data.federation import Federation
-from fedstill.engine.base import Engine
 from fedstill.engine.worker import Score, Train, made
 from fedstill.experiment.config import Config, anchored
 from fedstill.experiment.episodes import TOTALS
@@ -44,22 +43,31 @@ from fedstill.methods.base import Method
 log = logging.getLogger(__name__)
 
 _PATIENCE = 20.0  # seconds for which a region waits for its sites before it says how much they hold
+_MARGIN = 0.9  # the share of the time for an episode that its rounds may take
 
 
 class Rounds(Run):
     """A regional server's run."""
 
-    def episode(self, engine: Engine, model: Tensor, last: int, *, measure: bool) -> Tree:
-        """The rounds up to the `last` of an episode, which begins with the global `model`; or the rest of them."""
+    def episode(self, sites: Sites, model: Tensor, last: int, *, measure: bool, seconds: float) -> Tree:
+        """The rounds up to the `last` of an episode, which begins with the global `model`; or the rest of them.
+
+        Of the `seconds` that there are, no site can take more than its round's share.
+        """
+        end = time.monotonic() + _MARGIN * seconds
         first = last - self.setup.config.rounds_per_episode + 1
-        if not first <= self.server.round <= last:  # else it has begun, or was done, before this process was
-            if self.server.round > last:
-                log.warning("the global server went back from round %d to %d", self.server.round, first)
+        if self.server.round > last:
+            log.warning("the global server went back from round %d to %d", self.server.round, first)
+            self.directory.go_back(first - 1)
+            self.records = self.directory.records()
+            self.server.round = first - 1
+        if self.server.round < first:  # else it has begun, or was done, before this process was
             self.server.round, self.server.model = first - 1, model
         self._count_samples()
         for round_ in range(self.server.round + 1, last + 1):
             began = time.perf_counter()
-            tally, _ = self._train(engine, round_, measure=measure and round_ == last)
+            sites.patience = (end - time.monotonic()) / (last + 1 - round_)
+            tally, _ = self._train(sites, round_, measure=measure and round_ == last)
             if not torch.isfinite(self.server.model).all():
                 raise FedstillError(f"round {round_}: the region's model is no longer finite; a smaller lr may help")
             record: Record = {"round": round_, **{name: getattr(tally, name) for name in TOTALS}}
@@ -122,10 +130,11 @@ class RegionalServer:
                 if isinstance(request, Score):
                     return run.scored(down)
                 if isinstance(request, Train):
-                    return run.trained(down["model"], request)
+                    return run.trained(down["model"], request, asked["seconds"])
             raise SettingError(f"a region does not pass {type(request).__name__} on")
         except BaseException:
-            self._forget()  # a round that was cut short leaves no trace: the run is read again from its directory
+            if self._attended is not None:
+                self._attended.rounds = None  # one that was cut short leaves no trace: it is read from its directory
             raise
 
     def _attend(self, told: dict[str, Any]) -> _Attended:
@@ -173,7 +182,7 @@ class _Attended:
         clients = {name: np.array([k]) for name, k in zip(server.names, self._members, strict=True)}
         self._roll = Roll(clients, holds.dataset, holds, self._tell, of=config.clients)
         self._sites = Sites(None, self._link, self._roll, server.terms)
-        self._rounds: Rounds | None = None
+        self.rounds: Rounds | None = None
         place = server.directory / "runs" / run_number(told)
         with ExitStack() as opened:
             begun = (place / "config.toml").is_file()
@@ -187,30 +196,35 @@ class _Attended:
 
     def held(self) -> Tree:
         """How much the sites hold; those that are not there yet: nothing."""
-        terms, count = self._server.terms, len(self._members)
+        # Once it has begun, a run waits for nobody: who comes late is let in before the next round.
+        begun, count = self._directory.oldest_checkpoint() > 0, len(self._members)
+        needed = 1 if begun else self._server.terms.needed
         until = time.monotonic() + _PATIENCE
         while True:
-            self._roll.call(self._link, timeout=terms.timeout)
-            if self._roll.known == count or time.monotonic() > until:
+            self._roll.call(self._link, timeout=min(_PATIENCE, self._server.terms.timeout))
+            wanted = needed if begun else count
+            if self._roll.known >= wanted or time.monotonic() > until:
                 break
             time.sleep(0.2)
-        if self._roll.known < terms.needed:
-            raise FedstillError(f"only {self._roll.known} of {count} sites are there, {terms.needed} are needed")
+        if self._roll.known < needed:
+            raise FedstillError(f"only {self._roll.known} of {count} sites are there, {needed} are needed")
         federation = self._roll.federation
         sizes, tests = federation.sizes[self._members], federation.test_sizes[self._members]
         return {"samples": sizes.tolist(), "tests": tests.tolist()}
 
     def scored(self, down: Message) -> Tree:
         """How often a model is right on each site's own tests."""
+        if not self._roll.known:
+            self.held()
         hits = self._sites.hits(down)
         return {"hits": [hits.get(client, -1) for client in self._members.tolist()]}
 
-    def trained(self, model: Tensor, request: Train) -> Tree:
+    def trained(self, model: Tensor, request: Train, seconds: float) -> Tree:
         """An episode of the region."""
-        if self._rounds is None:
+        if self.rounds is None:
             self.held()
-            self._rounds = Rounds(self._setup(), self._directory, self._server.listener)
-        return self._rounds.episode(self._sites, model, request.round, measure=request.measure)
+            self.rounds = Rounds(self._setup(), self._directory, self._server.listener)
+        return self.rounds.episode(self._sites, model, request.round, measure=request.measure, seconds=seconds)
 
     def _tell(self) -> dict[str, Any]:
         """What the sites are told about the run: what the global server tells, but that checkpoints are made here."""

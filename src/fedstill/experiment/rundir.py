@@ -10,6 +10,7 @@ models/             the global model after some of the rounds, if the run was to
 teachers/           the models that met at each episode's end, if the run was to save them
 checkpoints/        the last two rounds' server state, and the clients' own
 tensorboard/        events for TensorBoard, if they were asked for
+run.json            the run's number and its sites, if its clients are elsewhere
 log.txt             what happened when
 """
 
@@ -40,6 +41,7 @@ _LOCK = "checkpoints/lock"
 _TEACHERS = "teachers"
 _MODELS = "models"
 TENSORBOARD = "tensorboard"
+SERVED = "run.json"
 _FILES = ("summary.json", "metrics.jsonl", "clients.csv", "model.safetensors", "curves.png", "log.txt")
 
 
@@ -76,6 +78,11 @@ class RunDirectory:
         if lock:
             run._take_lock()
         return run
+
+    @property
+    def served(self) -> bool:
+        """Whether its clients are elsewhere."""
+        return (self.path / SERVED).exists()
 
     def write_config(self, config: Config) -> None:
         """Set the settings of a run, or change those of one that goes on."""
@@ -159,6 +166,19 @@ class RunDirectory:
     def write(self, name: str, data: str | bytes) -> None:
         """One of the files that the end of a run writes."""
         write_atomic(self.path / name, data)
+
+    def go_back(self, round_: int) -> None:
+        """Forget every later round, also its checkpoint."""
+        for later in self._checkpoint_rounds():
+            if later > round_:
+                self._checkpoint_path(later).unlink()
+        self._undo_after(round_)
+
+    def undo_server(self, round_: int) -> None:
+        """Forget what later rounds had the servers keep for single clients."""
+        for store in self._stores():
+            if store.root != self.client_store.root:
+                store.rollback(round_)
 
     def _undo_after(self, round_: int) -> None:
         for store in self._stores():

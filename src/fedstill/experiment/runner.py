@@ -8,15 +8,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from fedstill.core import seeds
+from fedstill.core import seeds, tree
 from fedstill.core.errors import FedstillError, SettingError
-from fedstill.core.tree import Tree, nbytes
+from fedstill.core.tree import nbytes
+from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Conclude, Train, Worker
 from fedstill.experiment.config import anchored, fixed
@@ -26,7 +28,7 @@ from fedstill.experiment.regions import Region, draw_cohort
 from fedstill.experiment.rundir import Record, RunDirectory, to_json, without_nan
 from fedstill.experiment.setup import Setup
 from fedstill.experiment.tally import QUALITY, Tally, of_own_models, summarise, versions
-from fedstill.experiment.uplinks import Checked
+from fedstill.experiment.uplinks import Checked, TooFewClients
 from fedstill.methods.base import Server, misfit
 from fedstill.models.base import Wrapped
 
@@ -81,17 +83,19 @@ class Run:
         self.records: list[Record] = []
         self._active_since_checkpoint: set[int] = set()
         self._last: dict[str, int] = {}  # what crossed after the last round
-        restored = directory.restore()
+        self._restore()
+
+    def _restore(self) -> None:
+        """Go on from the newest checkpoint, or begin."""
+        restored = self.directory.restore()
         if restored is None:
-            for region in setup.hierarchy.regions:
+            for region in self.setup.hierarchy.regions:
                 region.method.start(self.regional[region.number])
-        else:
-            self.server.round, state = restored
-            refuse_changes(state.get("settings", {}), fixed(anchored(setup.config)))
-            self.server.model, self.server.state = state["model"], state["state"]
-            for number, kept in state.get("regions", {}).items():
-                self.regional[int(number)].model, self.regional[int(number)].state = kept["model"], kept["state"]
-            self.records = directory.records()
+            return
+        self.server.round, kept = restored
+        refuse_changes(kept.get("settings", {}), fixed(anchored(self.setup.config)))
+        self._take(kept)
+        self.records = self.directory.records()
 
     def _regional_servers(self) -> dict[int, Server]:
         """A server for each region, which knows its own clients alone."""
@@ -195,10 +199,24 @@ class Run:
 
     def _train(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         """A round of every region, and which they were; `measure`: clients also test the models they trained."""
+        before = tree.encode(self._kept()) if engine.patient else None
+        while True:
+            try:
+                return self._try(engine, round_, measure=measure)
+            except TooFewClients as error:
+                if before is None:
+                    raise
+                log.warning("round %d is tried again: %s", round_, error)
+                self._take(tree.decode(before))
+                self.directory.undo_server(round_ - 1)
+
+    def _try(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         self.server.round = round_
         if engine.greet():
             self._count_samples()
-        present, sizes = self.setup.hierarchy.present(round_), self.setup.federation.sizes
+        absent = engine.absent()
+        present = [(region, _without(members, absent)) for region, members in self.setup.hierarchy.present(round_)]
+        sizes = self.setup.federation.sizes
         cohorts = [
             draw_cohort(sizes, members, region.participation, self.setup.config.seed, round_, region.number)
             for region, members in present
@@ -311,14 +329,20 @@ class Run:
         """The weights of the model: what the run is for."""
         return next(iter(self._models().values()))
 
-    def _checkpoint(self) -> None:
-        state: Tree = {
-            "model": self.server.model,
-            "state": self.server.state,
-            "settings": fixed(anchored(self.setup.config)),
-        }
+    def _kept(self) -> dict[str, Any]:
+        """What the servers know."""
+        kept: dict[str, Any] = {"model": self.server.model, "state": self.server.state}
         if not self.setup.hierarchy.flat:
-            state["regions"] = {str(n): {"model": s.model, "state": s.state} for n, s in self.regional.items()}
+            kept["regions"] = {str(n): {"model": s.model, "state": s.state} for n, s in self.regional.items()}
+        return kept
+
+    def _take(self, kept: dict[str, Any]) -> None:
+        self.server.model, self.server.state = kept["model"], kept["state"]
+        for number, own in kept.get("regions", {}).items():
+            self.regional[int(number)].model, self.regional[int(number)].state = own["model"], own["state"]
+
+    def _checkpoint(self) -> None:
+        state = self._kept() | {"settings": fixed(anchored(self.setup.config))}
         self.directory.checkpoint(self.server.round, state, sorted(self._active_since_checkpoint))
         self._active_since_checkpoint.clear()
 
@@ -351,6 +375,14 @@ class Run:
             net.load(self.model())
         module = net.module.module if isinstance(net.module, Wrapped) else net.module
         return self.setup.task.without_statistics(module).eval()
+
+
+def _without(members: IntArray, absent: set[int]) -> IntArray:
+    """Those of the members that are there; all of them if none is, to be waited for."""
+    if not absent:
+        return members
+    there = members[~np.isin(members, list(absent))]
+    return there if len(there) else members
 
 
 def refuse_changes(before: dict[str, str], now: dict[str, str]) -> None:

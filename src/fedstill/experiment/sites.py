@@ -10,6 +10,7 @@ import logging
 import math
 import re
 import secrets
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,12 +32,13 @@ from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine, Inline
 from fedstill.engine.worker import Request, Score, Worker, made
 from fedstill.experiment import api
-from fedstill.experiment.config import Config, anchored, resolve
+from fedstill.experiment.config import Config, anchored, fixed, resolve
 from fedstill.experiment.episodes import Episodes
+from fedstill.experiment.logfile import logging_to
 from fedstill.experiment.machine import one_thread
 from fedstill.experiment.regions import assign
-from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.runner import Listener, Run
+from fedstill.experiment.rundir import SERVED, RunDirectory
+from fedstill.experiment.runner import Listener, Run, refuse_changes
 from fedstill.experiment.setup import (
     divide,
     load_data,
@@ -53,6 +55,7 @@ log = logging.getLogger(__name__)
 
 _MOST = 10**8  # samples of a site; the server keeps a byte for each that is tested on
 _GREETING = 30.0  # seconds that a newcomer may take to say how much it holds
+_AGAIN = 20.0  # seconds after which one that could not take part is asked again
 
 
 class Link(Protocol):
@@ -88,9 +91,22 @@ class Sites(Engine):
         """Without a `worker` nothing is tested here."""
         self._link, self._roll, self._terms = link, roll, terms
         self._here = worker and Inline(worker)
+        self.patience = terms.timeout  # seconds that a site may take, where that is less
+
+    @property
+    def patient(self) -> bool:
+        return True
+
+    @property
+    def _timeout(self) -> float:
+        return max(1.0, min(self.patience, self._terms.timeout))
 
     def greet(self) -> bool:
-        return self._roll.call(self._link, timeout=min(_GREETING, self._terms.timeout))
+        return self._roll.call(self._link, timeout=min(_GREETING, self._timeout))
+
+    def absent(self) -> set[int]:
+        there = self._link.present()
+        return {int(k) for name, clients in self._roll.clients.items() if name not in there for k in clients}
 
     def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
         if all(isinstance(request, Score) and request.source == "local" for request in requests):
@@ -109,10 +125,10 @@ class Sites(Engine):
         for request in requests:
             body = {"kind": type(request).__name__, **asdict(request)}
             site = self._roll.site_of(request.client)
-            asked[site] = self._roll.question(site, body, down)
+            asked[site] = self._roll.question(site, body, down, self._timeout)
         first = requests[0]
         name = f"{self._roll.number} {type(first).__name__} {first.round} {getattr(first, 'region', 0)}"
-        waiting = self._link.ask(asked, timeout=self._terms.timeout, name=name)
+        waiting = self._link.ask(asked, timeout=self._timeout, name=name)
         come: dict[str, Any] = {}
         for site in asked:
             while site not in come:
@@ -129,7 +145,7 @@ class Sites(Engine):
         right = torch.full((int(offsets[-1]),), -1, dtype=torch.int8)
         for client, hits in self.hits(down).items():
             start, stop = int(offsets[client]), int(offsets[client + 1])
-            right[start:stop] = torch.arange(stop - start) < hits
+            right[start : start + hits], right[start + hits : stop] = 1, 0
         return right
 
     def hits(self, down: Message) -> dict[int, int]:
@@ -137,15 +153,18 @@ class Sites(Engine):
         counts = self._roll.federation.test_sizes
         body = {"kind": "Score", "source": "local", "start": 0, "stop": 0}
         held_by = {name: clients for name, clients in self._roll.clients.items() if counts[clients].any()}
-        asked = {name: self._roll.question(name, body, down) for name in held_by}
+        there = self._link.present()
+        if away := sorted(held_by.keys() - there):
+            log.warning("left out of this evaluation, because they are not connected: %s", ", ".join(away))
+        asked = {name: self._roll.question(name, body, down) for name in held_by if name in there}
         found = {}
-        for name, answer in self._link.ask(asked, timeout=self._terms.timeout) if asked else ():
+        for name, answer in self._link.ask(asked, timeout=self._timeout) if asked else ():
             hits = answer.get("hits") if isinstance(answer, dict) else None
             for client, hit in zip(held_by[name], hits, strict=True) if _numbers(hits, len(held_by[name])) else ():
                 if 0 <= hit <= counts[client]:
                     found[int(client)] = hit
             if not any(client in found for client in held_by[name]):
-                log.warning("site %s is left out of this evaluation: %s", name, _reason(answer))
+                log.warning("%s is left out of this evaluation: %s", name, _reason(answer))
         return found
 
 
@@ -158,12 +177,12 @@ def _client_answer(answer: Any, size: int | None) -> Tree:
         return {"failure": f"it says that it trained on {samples!r:.40} samples, and it has {size}"}
     if not isinstance(metrics, dict) or not all(isinstance(m, float) and math.isfinite(m) for m in metrics.values()):
         return {"failure": "its metrics are not numbers"}
-    return {"samples": samples, "metrics": metrics, "message": message}
+    return {"samples": size or 0, "metrics": metrics, "message": message}
 
 
 def _reason(answer: Any) -> str:
     if isinstance(answer, dict):
-        return str(answer.get("error", "its answer cannot be understood"))[:2000]
+        return " ".join(str(answer.get("error", "its answer cannot be understood")).split())[:500]
     return str(getattr(answer, "reason", "its answer cannot be understood"))
 
 
@@ -190,6 +209,8 @@ class Roll:
             dataset, nothing, zeros, nothing, zeros.copy(), pool.pool_index, names=tuple(names)
         )
         self._known: dict[str, tuple[list[int], list[int]]] = {}
+        self._refused: dict[str, str] = {}  # why a site could not take part
+        self._not_before: dict[str, float] = {}  # when it is asked again
 
     def site_of(self, client: int) -> str:
         return self._site_of[client]
@@ -198,17 +219,18 @@ class Roll:
         """How many a site trains on; None: a region, where that may change during an episode."""
         return None if self._changing else int(self.federation.sizes[self.clients[site]].sum())
 
-    def question(self, site: str, body: Tree = None, down: Message | None = None) -> Tree:
+    def question(self, site: str, body: Tree = None, down: Message | None = None, seconds: float = 0.0) -> Tree:
         """What to ask a site; nothing in particular: how much it holds."""
-        return {"run": self._told() | {"client": int(self.clients[site][0])}, "request": body, "down": down or {}}
+        run = self._told() | {"client": int(self.clients[site][0])}
+        return {"run": run, "request": body, "down": down or {}, "seconds": seconds}
 
     def call(self, link: Link, *, timeout: float) -> bool:
         """Ask sites that are there how much they hold, unless that is known; whether anything changed."""
-        there, before = link.present(), dict(self._known)
+        there, before, now = link.present(), dict(self._known), time.monotonic()
         asked = {
             name: self.question(name)
             for name in self.clients
-            if name in there and (self._changing or name not in self._known)
+            if name in there and (self._changing or name not in self._known) and now > self._not_before.get(name, 0.0)
         }
         for name, answer in link.ask(asked, timeout=timeout) if asked else ():
             samples, tests = (answer.get(n) if isinstance(answer, dict) else None for n in ("samples", "tests"))
@@ -216,7 +238,10 @@ class Roll:
             if _numbers(samples, count) and _numbers(tests, count) and min(samples) >= 0 and min(tests) >= 0:
                 self._known[name] = samples, tests
             else:
-                log.warning("site %s cannot take part: %s", name, _reason(answer))
+                if self._refused.get(name) != _reason(answer):
+                    log.warning("%s cannot take part: %s", name, _reason(answer))
+                self._refused[name] = _reason(answer)
+                self._not_before[name] = time.monotonic() + _AGAIN
         if self._known == before:
             return False
         for place, offsets in enumerate((self.federation.train_offsets, self.federation.test_offsets)):
@@ -224,13 +249,18 @@ class Roll:
             for name, known in self._known.items():
                 counts[self.clients[name]] = known[place]
                 if before.get(name) != known and place == 0:
-                    log.info("site %s has %d samples and %d to test on", name, sum(known[0]), sum(known[1]))
+                    log.info("%s has %d samples and %d to test on", name, sum(known[0]), sum(known[1]))
             offsets[1:] = np.cumsum(counts)
         return True
 
     @property
     def known(self) -> int:
         return len(self._known)
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Who is not there, and why not if they said so."""
+        return {name: self._refused.get(name, "") for name in self.clients if name not in self._known}
 
     @property
     def number(self) -> str:
@@ -249,20 +279,22 @@ def serve(
     out: Path,
     *,
     terms: Terms,
-    pause: Callable[[], bool],
+    pause: Callable[[dict[str, str]], bool],
     listener: Listener | None = None,
     regional: bool = False,
 ) -> api.Result:
     """Run a federation of sites, or continue it if it was begun in `out`.
 
-    `regional`: each name is a regional server, with sites of its own. `pause` waits a little for further sites, and
-    says whether to wait on.
+    `regional`: each name is a regional server, with sites of its own. `pause` is told who is missing (and why, if that
+    is known), waits a little, and says whether to wait on.
     """
     _check(config)
     if regional:
         clients = regions_of(config, names)
     else:
         config = config.model_copy(update={"clients": len(names)})
+    # What a checkpoint does not have would have to be asked of the sites again.
+    config = config.model_copy(update={"checkpoint_every": 1})
     dataset = load_data(config)
     pool = undivided(config, dataset)
     begun = (out / "config.toml").is_file()
@@ -289,13 +321,17 @@ def serve(
 
         called = () if regional else names
         roll = Roll(clients, dataset, pool, told, of=config.clients, names=called, changing=regional)
-        while True:
-            roll.call(link, timeout=terms.timeout)
-            if roll.known == len(names) or not pause():
-                break
-        if roll.known < terms.needed:
-            raise FedstillError(f"only {roll.known} of {len(names)} sites are there, {terms.needed} are needed")
-        setup = prepare(config, data=roll.federation, elsewhere=True)
+        with logging_to(directory.path / "log.txt"):
+            while True:
+                roll.call(link, timeout=terms.timeout)
+                if roll.known == len(names) or not pause(roll.missing):
+                    break
+            if roll.known < terms.needed:
+                raise FedstillError(f"only {roll.known} of {len(names)} sites are there, {terms.needed} are needed")
+            setup = prepare(config, data=roll.federation, elsewhere=True)
+        if begun and directory.oldest_checkpoint():
+            refuse_changes(fixed(directory.config()), fixed(anchored(config)))
+        directory.write_config(anchored(config))
     except BaseException:
         directory.release()
         raise
@@ -334,7 +370,7 @@ def regions_of(config: Config, names: Sequence[str]) -> dict[str, IntArray]:
 
 def _number(directory: RunDirectory) -> str:
     """What tells this run from any other, also after a restart: a site's state belongs to one of them."""
-    path = directory.path / "run.json"
+    path = directory.path / SERVED
     if not path.exists():
         write_json(path, {"number": secrets.token_hex(8), "sites": []})
     return str(read_json(path)["number"])
@@ -342,7 +378,7 @@ def _number(directory: RunDirectory) -> str:
 
 def _order(directory: RunDirectory, names: Sequence[str]) -> list[str]:
     """Sites in the order in which the run knows them; new ones come last."""
-    path = directory.path / "run.json"
+    path = directory.path / SERVED
     kept = read_json(path)
     if gone := [name for name in kept["sites"] if name not in names]:
         raise SettingError(f"site {gone[0]} belongs to this run; its key is needed")
@@ -448,8 +484,22 @@ class Site:
             source, pool = shared.test_source, shared.pool_index
         if list(found.shape) != run["shape"]:
             raise DataError(f"samples here have shape {tuple(found.shape)}, the server's {tuple(run['shape'])}")
-        if len(found.classes) > len(run["classes"]):
-            raise DataError(f"there are {len(found.classes)} classes here, and the server knows {len(run['classes'])}")
-        dataset = replace(found, classes=tuple(run["classes"]), mean=tuple(run["mean"]), std=tuple(run["std"]))
+        dataset = replace(_labelled_as(found, run["classes"]), mean=tuple(run["mean"]), std=tuple(run["std"]))
         later = np.arange(run["clients"] + 1) > run["client"]
         return Federation(dataset, train, later * len(train), test, later * len(test), pool, source)
+
+
+def _labelled_as(found: Dataset, classes: Sequence[str]) -> Dataset:
+    """The data with the server's classes: the same names get its numbers; classes that are only numbers keep theirs."""
+    unknown = [name for name in found.classes if name not in classes]
+    if not unknown:
+        number = torch.tensor([classes.index(name) for name in found.classes])
+        splits = {part: getattr(found, part) for part in ("train", "test")}
+        if number.tolist() != list(range(len(number))):
+            splits = {part: replace(split, y=number[split.y]) for part, split in splits.items()}
+        return replace(found, classes=tuple(classes), **splits)
+    if not all(name.isdecimal() for name in found.classes):
+        raise DataError(f"the class {unknown[0]!r} here is none of the server's: {', '.join(classes)}")
+    if len(found.classes) > len(classes):
+        raise DataError(f"there are {len(found.classes)} classes here, and the server knows {len(classes)}")
+    return replace(found, classes=tuple(classes))

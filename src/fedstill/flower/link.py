@@ -144,7 +144,8 @@ class Link:
         for site in requests:
             if site not in self._keys:
                 raise unknown("site", site, self._keys)
-        question = _Question(name or uuid.uuid4().hex, timeout, time.monotonic() + timeout, threading.Event())
+        until = time.monotonic() + timeout
+        question = _Question(name or uuid.uuid4().hex, name is not None, timeout, until, threading.Event())
         answers: queue.SimpleQueue[tuple[str, Tree | Failure]] = queue.SimpleQueue()
         sent: dict[str, _Sent] = {}
         with suppress(httpx.HTTPError):
@@ -164,7 +165,7 @@ class Link:
         if run is None or not nodes or question.left() <= 0:
             return {}
         distinct = {id(requests[site]): requests[site] for site in nodes}
-        told = {"id": question.name, "seconds": question.left()}
+        told = {"id": question.name, "seconds": question.left(), "keep": question.keep}
         records = {key: to_records({**told, "body": request}) for key, request in distinct.items()}
         letters = [(node, records[id(requests[site])]) for site, node in nodes.items()]
         messages = run.push(letters, seconds=question.left())
@@ -238,7 +239,9 @@ class Link:
         end = time.monotonic() + _START
         while not self._address.answers():
             if self._process.poll() is not None or time.monotonic() > end:
-                raise FedstillError(f"Flower's SuperLink does not start; see {self._log_file}")
+                said = self._log_file.read_text(errors="replace").split("\n") if self._log_file.exists() else []
+                last = next((line.strip() for line in reversed(said) if line.strip()), "it says nothing")
+                raise FedstillError(f"Flower's SuperLink does not start: {last[:300]}")
             if self._stopping.wait(0.1):
                 return
         self._run = Run(self._address, self._keys)
@@ -297,6 +300,7 @@ class _Question:
     """What all sites that are asked together share."""
 
     name: str
+    keep: bool  # whether sites are to keep their answers
     timeout: float
     until: float
     closed: threading.Event

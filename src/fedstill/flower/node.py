@@ -8,7 +8,6 @@ import signal
 import socket
 import ssl
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -76,7 +75,7 @@ def serve(
             except private.Refused as error:
                 refused_since = refused_since or time.monotonic()
                 _check_refusal(error, server, key, time.monotonic() - refused_since)
-                _log.info("%s: %s; trying again", server, error)
+                _log.info("%s has no place for this site yet (%s); trying again", server, str(error).split(".")[0][:80])
             else:
                 refused_since = None
                 _log.warning("the connection to %s was lost; connecting again", server)
@@ -102,6 +101,7 @@ class _Site:
         self._handle, self._ready = handle, ready
         self._answer, self._node = directory / "answer.safetensors", directory / "node"
         self.connections = 0
+        self._complained = ""
         self._last = None  # the request that the file answers
         with suppress(OSError, DataError):  # a first start, or an answer that is worth nothing any more
             self._last = tree.decode(self._answer.read_bytes())["id"]
@@ -130,17 +130,24 @@ class _Site:
             with _limited(seconds):
                 answer = {"id": name, "body": self._handle(body)}
                 sent = to_records(answer)
-                write_atomic(self._answer, tree.encode(answer))
-            self._last = name
+                if request["keep"]:
+                    write_atomic(self._answer, tree.encode(answer))
+            if request["keep"]:
+                self._last = name
             return sent
         except _OutOfTime:
             _log.warning("request %s was not answered in its time", name)
             return to_records({"id": name, "error": "it was not done in time"})
         except FedstillError as error:
-            return to_records({"id": name, "error": " ".join(str(error).split())})
+            reason = " ".join(str(error).split())
+            if reason != self._complained:
+                _log.warning("the server is told: %s", reason)
+                self._complained = reason
+            return to_records({"id": name, "error": reason})
         except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever the handler raises is told to the server)
+            # Its kind alone: a traceback could hold what must not leave this site.
             _log.error("request %s: %r", name, error, exc_info=True)
-            return to_records({"id": name, "error": traceback.format_exc()})
+            return to_records({"id": name, "error": f"{type(error).__name__}; its log says more"})
 
 
 def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:

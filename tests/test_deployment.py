@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from conftest import SMALL
 
 import fedstill
+from fedstill.engine.process import die_with_parent
 from fedstill.experiment.config import resolve
 
 pytest.importorskip("flwr")
@@ -41,7 +43,7 @@ class Trial:
         with (self.folder / log).open("ab") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "fedstill", *words], cwd=self.folder, stdout=file, stderr=file,
-                start_new_session=True,
+                start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509
             )  # fmt: skip
         self.running.append(process)
         return process

@@ -196,14 +196,14 @@ class _Attended:
 
     def held(self) -> Tree:
         """How much the sites hold; those that are not there yet: nothing."""
-        # Once it has begun, a run waits for nobody: who comes late is let in before the next round.
-        begun, count = self._directory.oldest_checkpoint() > 0, len(self._members)
-        needed = 1 if begun else self._server.terms.needed
+        # A run that has begun goes on with whoever is there; the others are let in before the next round. But when this
+        # process is new, sites have yet to come back.
+        needed = 1 if self._directory.oldest_checkpoint() else self._server.terms.needed
+        met, count = self._roll.known >= needed, len(self._members)
         until = time.monotonic() + _PATIENCE
         while True:
             self._roll.call(self._link, timeout=min(_PATIENCE, self._server.terms.timeout))
-            wanted = needed if begun else count
-            if self._roll.known >= wanted or time.monotonic() > until:
+            if met or self._roll.known == count or time.monotonic() > until:
                 break
             time.sleep(0.2)
         if self._roll.known < needed:

@@ -249,7 +249,7 @@ def datasets(data_dir: str | None) -> None:
     for column in ("name", "train", "test", "classes", "shape", "from", "here"):
         listing.add_column(column, overflow="fold", no_wrap=column not in ("from", "here"))
     for row in datasets_.describe(data_dir):
-        shape = "x".join(map(str, row.shape))
+        shape = "x".join(map(str, row.shape)) or "text"
         listing.add_row(
             row.name,
             f"{row.train:,}",
@@ -260,7 +260,10 @@ def datasets(data_dir: str | None) -> None:
             row.found or "no",
         )
     console.print(listing)
-    say("Also: a folder of images by class, a folder per client, an .npz of x, y and client, file.py:function")
+    say(
+        "Also: a folder of images by class, a folder per client, an .npz of x, y and client, a .csv of text and label, "
+        "file.py:function"
+    )
 
 
 def partition(flags: Flags, assignments: list[str], out: Path) -> None:

@@ -217,7 +217,13 @@ def methods(name: str | None, flags: Flags, assignments: list[str]) -> None:
             "proxy": "pool",
             "regions": 1,
         }  # so that no method lacks anything
-        setup = prepare(config.model_copy(update=example), data=dataset)
+        try:
+            setup = prepare(config.model_copy(update=example), data=dataset)
+        except SettingError as error:
+            if name:
+                raise
+            overview.add_row(each, f"not on these data: {error}")
+            continue
         wire, cls = setup.method.wire(setup.task), type(setup.method)
         asked = setup.method.needs()
         needs = [

@@ -45,7 +45,10 @@ def serve(
     if regional:
         regions_of(config, list(public))
     _warn(insecure)
-    limit = largest_answer(config, undivided(config, load_data(config)))
+    dataset = load_data(config)
+    if dataset.tokenizer and not config.tokenizer:
+        raise SettingError("tokenizer: name a file that every site has too: all must make the same tokens of text")
+    limit = largest_answer(config, undivided(config, dataset))
     with run_in(path) as display, _listening(keys, public, host, port, limit, insecure=insecure) as link:
         until = time.monotonic() + wait
 

@@ -18,6 +18,8 @@ from fedstill.models.base import Classifier
 from fedstill.models.checks import whole
 from fedstill.models.text import trimmed
 
+ADAPTED = ("q_lin", "v_lin", "query", "value")  # what DistilBERT, and BERT and its like, call queries and values
+
 
 class Pretrained(Classifier):
     """An encoder with the classifier of DistilBERT: what it says of the first token, a layer with ReLU, the logits."""
@@ -69,7 +71,11 @@ def distilbert(
     else:
         encoder = copy.deepcopy(loaded).requires_grad_()  # which a network with LoRA may have switched off
     if peft:
-        encoder = peft.get_peft_model(encoder, peft.LoraConfig(r=lora, lora_alpha=whole("lora_alpha", lora_alpha, 1)))
+        beside = peft.LoraConfig(r=lora, lora_alpha=whole("lora_alpha", lora_alpha, 1), target_modules=list(ADAPTED))
+        try:
+            encoder = peft.get_peft_model(encoder, beside)
+        except ValueError as error:
+            raise SettingError(f"lora: {pretrained} has no layers named {' or '.join(ADAPTED)}") from error
     return Pretrained(encoder, config.hidden_size, classes, dropout)
 
 
@@ -77,6 +83,7 @@ def distilbert(
 def _loaded(name: str) -> Any:
     """The encoder of that name, read once; its configuration alone, if that is all there is."""
     library, folder = _library("transformers"), Path(name).expanduser()
+    library.utils.logging.disable_progress_bar()
     local = folder.is_dir() or not download.allowed()
     where = str(folder) if folder.is_dir() else name
     try:

@@ -389,8 +389,8 @@ def test_networks_with_lora_share_what_is_frozen(encoder: Path) -> None:
 OWN: dict[str, dict[str, Any]] = {  # what makes a method quick
     "feddf": {"steps": 2},
     "fedgen": {"generator_steps": 2},
-    "fedbe": {"server_epochs": 1, "samples": 2},
-    "creff": {"iterations": 2, "epochs": 2},
+    "fedbe": {"samples": 2},
+    "creff": {"features": 4, "match_steps": 2, "retrain_epochs": 2, "draws": 1},
 }
 PLAIN = [name for name in registry.names() if name not in PIXELS]
 COMBINED = ["fedprox+t1", "fedgkd+feddf", "fedprox+lkd", *(f"fedavg+{name}" for name in registry.modifiers())]
@@ -401,7 +401,7 @@ def test_every_method_that_makes_no_pixels_runs_on_text(mini: Dataset, method: s
     needs = registry.make(method).needs()
     known = {parameter.name for parameter in registry.hyper_parameters(method)}
     own = {key: value for part in method.split("+") for key, value in OWN.get(part, {}).items() if key in known}
-    settings = TINY | {key: value for key, value in own.items() if key != "epochs"}
+    settings = TINY | own
     settings |= {"pool": 0.2, "proxy": "pool" if needs.proxy_data else ""}
     settings |= {"participation": 1.0, "clients": 5} if "krum" in method else {}
     settings |= {"server_epochs": 1} if "server_epochs" in known else {}

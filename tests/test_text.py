@@ -424,6 +424,11 @@ def test_a_method_that_makes_or_turns_pixels_refuses_text(mini: Dataset, method:
         fedstill.run(method, data=mini, **TINY | {"pool": 0.2, "proxy": "pool"})
 
 
+def test_fedhyb_without_its_sub_networks_takes_text(mini: Dataset) -> None:
+    settings = TINY | {"pool": 0.2, "proxy": "pool", "variant": "3", "server_epochs": 1}
+    assert fedstill.run("fedhyb", data=mini, **settings).summary["rounds"] == 2
+
+
 def test_unlabelled_text_stands_in_for_the_clients(tmp_path: Path, mini: Dataset) -> None:
     path = table(tmp_path / "public.csv", "text\n" + "".join(f"a film about {k} things\n" for k in range(60)))
     settings = TINY | {"data": "sst-mini", "vocabulary": VOCABULARY, "max_length": LENGTH, "steps": 2}
@@ -480,3 +485,14 @@ def test_a_run_on_text_from_the_command_line_repeats_from_its_file(tmp_path: Pat
     models = [load_file(tmp_path / name / "model.safetensors") for name in ("once", "again")]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
     assert RunDirectory.open(tmp_path / "again", lock=False).config().max_length == 16
+    used = load("sst-mini", text=TextSettings(vocabulary=300, max_length=16)).tokenizer
+    assert (tmp_path / "once" / "tokenizer.json").read_text(encoding="utf-8") == used
+
+
+def test_the_list_of_methods_says_which_do_not_take_text() -> None:
+    answer = commandline.fedstill("methods", "--data", "sst-mini", "--model", "bag", "--set", "vocabulary=300")
+    assert answer.code == 0, answer
+    assert answer.out.count("not on these data") == len(PIXELS)
+    alone = commandline.fedstill("methods", "fedkf", "--data", "sst-mini", "--model", "bag")
+    assert alone.code == 2
+    assert "its generator makes images" in alone.err

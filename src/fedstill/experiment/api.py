@@ -84,6 +84,8 @@ def carry_out(setup: Setup, path: Path, *, force: bool = False, listener: Listen
     """Carry out what is prepared in a new run directory, which works from wherever it is resumed."""
     check_engine(setup.config.engine)
     directory = RunDirectory.create(path, anchored(setup.config), force=force)
+    if setup.task.dataset.tokenizer:
+        directory.write("tokenizer.json", setup.task.dataset.tokenizer)
     return execute(setup, directory, listener)
 
 

@@ -96,7 +96,7 @@ def test_unknown_names_are_answered_with_near_ones() -> None:
         load("cifar-10")
 
 
-@pytest.mark.parametrize("name", [n for n in names() if n != "fashion-mini"])
+@pytest.mark.parametrize("name", list(sources.SOURCES))
 def test_missing_files_say_what_from_where_and_to_where(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError) as caught:
         load(name, tmp_path)

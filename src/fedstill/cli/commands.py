@@ -217,7 +217,13 @@ def methods(name: str | None, flags: Flags, assignments: list[str]) -> None:
             "proxy": "pool",
             "regions": 1,
         }  # so that no method lacks anything
-        setup = prepare(config.model_copy(update=example), data=dataset)
+        try:
+            setup = prepare(config.model_copy(update=example), data=dataset)
+        except SettingError as error:
+            if name:
+                raise
+            overview.add_row(each, f"not on these data: {error}")
+            continue
         wire, cls = setup.method.wire(setup.task), type(setup.method)
         asked = setup.method.needs()
         needs = [
@@ -249,7 +255,7 @@ def datasets(data_dir: str | None) -> None:
     for column in ("name", "train", "test", "classes", "shape", "from", "here"):
         listing.add_column(column, overflow="fold", no_wrap=column not in ("from", "here"))
     for row in datasets_.describe(data_dir):
-        shape = "x".join(map(str, row.shape))
+        shape = "x".join(map(str, row.shape)) or "text"
         listing.add_row(
             row.name,
             f"{row.train:,}",
@@ -260,7 +266,10 @@ def datasets(data_dir: str | None) -> None:
             row.found or "no",
         )
     console.print(listing)
-    say("Also: a folder of images by class, a folder per client, an .npz of x, y and client, file.py:function")
+    say(
+        "Also: a folder of images by class, a folder per client, an .npz of x, y and client, a .csv of text and label, "
+        "file.py:function"
+    )
 
 
 def partition(flags: Flags, assignments: list[str], out: Path) -> None:

@@ -3,5 +3,6 @@
 from fedstill.data.dataset import Dataset, Split
 from fedstill.data.formats.arrays import from_arrays, from_torch
 from fedstill.data.sources import Description, describe, load, names
+from fedstill.data.tokens import TextSettings
 
-__all__ = ["Dataset", "Description", "Split", "describe", "from_arrays", "from_torch", "load", "names"]
+__all__ = ["Dataset", "Description", "Split", "TextSettings", "describe", "from_arrays", "from_torch", "load", "names"]

@@ -31,10 +31,10 @@ def cache_folder() -> Path:
 
 
 def cached(
-    loader: str, image_size: int, root: Path, files: Sequence[SourceFile], build: Callable[[], Decoded]
+    loader: str, settings: object, root: Path, files: Sequence[SourceFile], build: Callable[[], Decoded]
 ) -> Decoded:
-    """What `build` returns, from the cache if the files have not changed since it was stored."""
-    entry = cache_folder() / f"{loader}-{content_key(loader, image_size, root, files)}"
+    """What `build` returns, from the cache if the files have not changed since it was stored with these settings."""
+    entry = cache_folder() / f"{loader}-{content_key(loader, settings, root, files)}"
     stored = _read(entry)
     if stored is not None:
         return stored
@@ -49,13 +49,13 @@ def cached(
         return decoded
 
 
-def content_key(loader: str, image_size: int, root: Path, files: Sequence[SourceFile]) -> str:
-    """A key that changes when a file is added, removed, renamed or rewritten.
+def content_key(loader: str, settings: object, root: Path, files: Sequence[SourceFile]) -> str:
+    """A key that changes when a file is added, removed, renamed or rewritten, or a setting (the image size) changes.
 
     Names, sizes and times of all files, and the ends of up to 256 of them: reading every byte would take as
     long as decoding.
     """
-    digest = hashlib.sha256(repr((VERSION, loader, image_size, len(files))).encode())
+    digest = hashlib.sha256(repr((VERSION, loader, settings, len(files))).encode())
     prefix = f"{root}{os.sep}"
     names = [file.path.removeprefix(prefix) for file in files]
     digest.update("\0".join(names).encode("utf-8", "surrogateescape"))
@@ -94,6 +94,7 @@ def _store(entry: Path, decoded: Decoded) -> Decoded:
             "client_names": decoded.client_names,
             "mean": decoded.mean,
             "std": decoded.std,
+            "tokenizer": decoded.tokenizer,
             "arrays": checks,
         }
         write_json(temporary / "meta.json", meta)
@@ -158,6 +159,7 @@ def _read(entry: Path) -> Decoded | None:
             client_names=tuple(meta["client_names"]),
             mean=tuple(meta["mean"]),
             std=tuple(meta["std"]),
+            tokenizer=meta.get("tokenizer", ""),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, DataError):
         return None

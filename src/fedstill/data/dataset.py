@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +16,8 @@ from torch.nn import functional as F
 class Split:
     """Samples with labels, and who owns them where the data say so.
 
-    Images are uint8 of shape (N, C, H, W) in channels-last memory; any other input keeps its dtype.
+    Images are uint8 of shape (N, C, H, W) in channels-last memory. Text is token numbers of shape (N, length), 0 for
+    padding. Any other input keeps its dtype.
     """
 
     x: Tensor
@@ -35,6 +39,17 @@ class Dataset:
     mean: tuple[float, ...] = ()  # per channel of x/255; empty: x is used as it is
     std: tuple[float, ...] = ()
     client_names: tuple[str, ...] = field(default=(), repr=False)
+    tokenizer: str = field(default="", repr=False, kw_only=True)  # of text: one of the tokenizers library, as JSON
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """How many tokens there are, where samples are rows of token numbers; 0: they are not."""
+        x = self.train.x
+        if self.tokenizer:
+            return _vocabulary(json.loads(self.tokenizer))
+        if self.mean or x.dim() != 2 or x.is_floating_point():
+            return 0
+        return 1 + max(int(part.max()) for part in (x, self.test.x) if part.numel())
 
     @property
     def shape(self) -> torch.Size:
@@ -48,6 +63,13 @@ class Dataset:
         mean, std = torch.tensor(self.mean), torch.tensor(self.std)
         scale, shift = (1 / (255 * std)).view(-1, 1, 1), (mean / std).view(-1, 1, 1)
         return x.to(torch.float32, memory_format=torch.channels_last).mul_(scale).sub_(shift)
+
+
+def _vocabulary(tokenizer: dict[str, Any]) -> int:
+    """The number of tokens of a tokenizer, special ones included."""
+    known = tokenizer["model"]["vocab"]  # names with their numbers; of some models a list
+    numbers = known.values() if isinstance(known, dict) else range(len(known))
+    return 1 + int(max((*numbers, *(added["id"] for added in tokenizer["added_tokens"]))))
 
 
 def sized(dataset: Dataset, size: int) -> Dataset:

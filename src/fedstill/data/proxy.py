@@ -48,6 +48,8 @@ def check_stands_in(source: Dataset, target: Dataset) -> None:
     """Refuse proxy data whose samples could not be those of the target, whatever is done to them."""
     if len(source.shape) != len(target.shape) or bool(source.mean) != bool(target.mean):
         raise DataError(f"samples of {source.name!r} are not of the kind of those of {target.name!r}")
+    if source.tokenizer != target.tokenizer:
+        raise DataError(f"{source.name!r} is in other tokens than {target.name!r}: both need the same tokenizer")
     if len(target.shape) != 3 and source.shape != target.shape:
         raise DataError(f"samples of {source.name!r} have shape {tuple(source.shape)}, needed is {tuple(target.shape)}")
     if source.shape[1:] != target.shape[1:]:

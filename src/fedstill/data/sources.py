@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from fedstill.core.errors import DataError, SettingError, unknown
-from fedstill.data import download
+from fedstill.data import download, tokens
 from fedstill.data.cache import cached
 from fedstill.data.dataset import Dataset
 from fedstill.data.download import Download, Progress
-from fedstill.data.formats import arrays, cifar, idx, images, mat
+from fedstill.data.formats import arrays, cifar, idx, images, mat, text
 from fedstill.data.formats.decoded import Decoded, SourceFile, finish, source_file, to_dataset
+from fedstill.data.formats.text import Corpus
+from fedstill.data.tokens import TextSettings
 
 EMBEDDED = Path(__file__).parent / "embedded" / "fashion-mini.npz"
+EMBEDDED_TEXT = tuple(EMBEDDED.with_name(f"sst-mini-{part}.txt.gz") for part in ("train", "test"))
 
 Decode = Callable[[tuple[Path, ...], int], Decoded]  # found paths, image size (0: as stored)
 
@@ -33,10 +36,11 @@ class Source:
     train: int
     test: int
     classes: int
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]  # empty: text
     origin: str  # the page that publishes it
     layouts: tuple[tuple[str, ...], ...]  # each a complete set of paths; any of them, also with .gz, is enough
-    decode: Decode
+    decode: Decode | None = None  # of images
+    texts: Callable[[tuple[Path, ...]], Corpus] | None = None  # of text
     files: Callable[[tuple[Path, ...]], list[SourceFile]] = _listed
     inside: tuple[str, ...] = ("",)  # folders within the dataset's own that may hold the paths
     downloads: tuple[Download, ...] = ()
@@ -51,14 +55,23 @@ class Description:
     train: int
     test: int
     classes: int
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]  # empty: text
     origin: str
     found: str  # where the files are, "in the package", or "" if they are not there
 
 
 def names() -> tuple[str, ...]:
     """Names that `load` knows."""
-    return ("fashion-mini", *SOURCES)
+    return ("fashion-mini", "sst-mini", *SOURCES)
+
+
+def is_text(name: str) -> bool:
+    """Whether a name stands for text.
+
+    >>> is_text("ag-news"), is_text("./reviews.csv"), is_text("mnist")
+    (True, True, False)
+    """
+    return name == "sst-mini" or name.endswith(".csv") or (name in SOURCES and SOURCES[name].texts is not None)
 
 
 def data_folder(data_dir: str | Path | None = None) -> Path:
@@ -67,12 +80,17 @@ def data_folder(data_dir: str | Path | None = None) -> Path:
 
 
 def load(
-    name: str, data_dir: str | Path | None = None, image_size: int = 0, progress: Progress | None = None
+    name: str,
+    data_dir: str | Path | None = None,
+    image_size: int = 0,
+    progress: Progress | None = None,
+    text: TextSettings | None = None,
 ) -> Dataset:
-    """A dataset by name, or from a path: an `.npz` file or a folder of images.
+    """A dataset by name, or from a path: an `.npz` file, a folder of images, or a `.csv` file of text.
 
     Files are looked for in `<data_dir>/<name>/` and in `data_dir` itself, and downloaded if they are in
-    neither and FEDSTILL_OFFLINE is not 1. `image_size` resizes images to that many pixels a side.
+    neither and FEDSTILL_OFFLINE is not 1. `image_size` resizes images to that many pixels a side; `text` says how
+    text becomes numbers.
 
     >>> data = load("fashion-mini")
     >>> len(data.train), len(data.test), tuple(data.shape)
@@ -80,6 +98,8 @@ def load(
     """
     if image_size < 0:
         raise SettingError(f"image_size is {image_size}; give the pixels of a side, or 0 to keep images as they are")
+    if is_text(name):
+        return _load_text(name, data_folder(data_dir), text or TextSettings(), progress)
     if name == "fashion-mini":
         # Small enough to read every time, which spares the first run any trace on the disk.
         return to_dataset(finish(arrays.read_npz(EMBEDDED), image_size), name)
@@ -98,7 +118,7 @@ def load(
         return to_dataset(decoded, path.resolve().name)
     if path.is_file():
         if path.suffix != ".npz":
-            raise DataError(f"{path}: a dataset is a folder of images or an .npz file")
+            raise DataError(f"{path}: a dataset is a folder of images, an .npz file, or a .csv file of text")
         decoded = cached(
             "npz",
             image_size,
@@ -112,13 +132,14 @@ def load(
 
 def describe(data_dir: str | Path | None = None) -> list[Description]:
     """What each name stands for and whether its files are there; nothing is read or downloaded."""
-    mini = Description(
-        *("fashion-mini", 6_000, 1_000, 10, (1, 28, 28)), SOURCES["fashion-mnist"].origin, "in the package"
-    )
-    rows = [mini]
+    here = "in the package"
+    rows = [
+        Description("fashion-mini", 6_000, 1_000, 10, (1, 28, 28), SOURCES["fashion-mnist"].origin, here),
+        Description("sst-mini", 600, 300, 5, (), SOURCES["sst5"].origin, here),
+    ]
     for source in SOURCES.values():
         found = _find(source, data_folder(data_dir))
-        where = "" if found is None else os.path.commonpath([path.parent for path in found])
+        where = "" if found is None else str(_root(found))
         rows.append(
             Description(
                 *(source.name, source.train, source.test, source.classes, source.shape, source.origin),
@@ -130,10 +151,61 @@ def describe(data_dir: str | Path | None = None) -> list[Description]:
 
 def _load_named(source: Source, folder: Path, image_size: int, progress: Progress | None) -> Dataset:
     paths = _find(source, folder) or _obtain(source, folder, progress)
-    size = image_size or source.image_size
-    root = Path(os.path.commonpath([path.parent for path in paths]))
-    decoded = cached(source.name, size, root, source.files(paths), lambda: finish(source.decode(paths, size), size))
+    size, decode = image_size or source.image_size, source.decode
+    assert decode is not None
+    decoded = cached(source.name, size, _root(paths), source.files(paths), lambda: finish(decode(paths, size), size))
     return to_dataset(decoded, source.name)
+
+
+def _load_text(name: str, folder: Path, settings: TextSettings, progress: Progress | None) -> Dataset:
+    paths, read = _corpus(name, folder, progress, labelled=settings.labelled)
+    tokenizer = _tokenizer(settings, folder, progress)
+
+    def build() -> Decoded:
+        corpus = read()
+        made = tokenizer or tokens.trained(corpus.texts, settings.vocabulary)
+        x = tokens.encode(made, corpus.texts, settings.max_length)
+        test = corpus.test_texts
+        x_test = None if test is None else tokens.encode(made, test, settings.max_length)
+        return replace(corpus.decoded(x, x_test, name), tokenizer=made)
+
+    if name == "sst-mini":
+        return to_dataset(build(), name)
+    is_file = name.endswith(".csv")
+    key = (tokenizer or settings.vocabulary, settings.max_length, settings.labelled)
+    decoded = cached("csv" if is_file else name, key, _root(paths), [source_file(path) for path in paths], build)
+    return to_dataset(decoded, paths[0].stem if is_file else name)
+
+
+def _corpus(
+    name: str, folder: Path, progress: Progress | None, *, labelled: bool = True
+) -> tuple[tuple[Path, ...], Callable[[], Corpus]]:
+    """The files that a name of text stands for, and what reads them."""
+    if name == "sst-mini":
+        return EMBEDDED_TEXT, lambda: text.sst5(EMBEDDED_TEXT)
+    if name.endswith(".csv"):
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise DataError(f"there is no file {path}")
+        return (path,), lambda: text.read_csv(path, labelled=labelled)
+    source = SOURCES[name]
+    paths, read = _find(source, folder) or _obtain(source, folder, progress), source.texts
+    assert read is not None
+    return paths, lambda: read(paths)
+
+
+def _tokenizer(settings: TextSettings, folder: Path, progress: Progress | None) -> str:
+    """The tokenizer that the settings name, as JSON; empty: one is to be trained on the texts themselves."""
+    named = settings.tokenizer
+    if not named or named.startswith("{"):
+        return named
+    if is_text(named):
+        return tokens.trained(_corpus(named, folder, progress, labelled=False)[1]().texts, settings.vocabulary)
+    return tokens.read(named)
+
+
+def _root(paths: Sequence[Path]) -> Path:
+    return Path(os.path.commonpath([path.parent for path in paths]))
 
 
 def _places(source: Source, folder: Path) -> Iterator[Path]:
@@ -253,6 +325,8 @@ def _cifar(name: str, classes: tuple[str, ...], layouts: tuple[tuple[str, ...], 
 
 _BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 
+_AG_NEWS = "https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv/"
+
 SOURCES: dict[str, Source] = {
     source.name: source
     for source in (
@@ -351,6 +425,24 @@ SOURCES: dict[str, Source] = {
             ),
             files=lambda paths: images.celeba_files(paths[0].parent),
             image_size=64,
+        ),
+        Source(
+            *("ag-news", 120_000, 7_600, 4, ()),
+            origin="http://groups.di.unipi.it/~gulli/AG_corpus_of_news_articles.html",
+            layouts=(("train.csv", "test.csv"),),
+            texts=text.ag_news,
+            inside=("", "ag_news_csv"),
+            downloads=(
+                Download(f"{_AG_NEWS}train.csv", "b1a00f826fdfbd249f79597b59e1dc12"),
+                Download(f"{_AG_NEWS}test.csv", "d52ea96a97a2d943681189a97654912d"),
+            ),
+        ),
+        Source(
+            *("sst5", 8_544, 2_210, 5, ()),
+            origin="https://nlp.stanford.edu/sentiment/trainDevTestTrees_PTB.zip",
+            layouts=(("train.txt", "test.txt"),),
+            texts=text.sst5,
+            inside=("", "trees"),
         ),
     )
 }

@@ -13,9 +13,10 @@ from torch import nn
 from fedstill.core.errors import SettingError
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
+from fedstill.data.sources import is_text as is_text_name
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Worker
-from fedstill.experiment.config import DIVISION, Config, anchored, is_object, resolve
+from fedstill.experiment.config import DIVISION, IMAGE_MODEL, TEXT_MODEL, Config, anchored, is_object, resolve
 from fedstill.experiment.logfile import logging_to
 from fedstill.experiment.machine import check_engine
 from fedstill.experiment.rundir import Record, RunDirectory
@@ -39,7 +40,7 @@ def run(
     method: str | Method = "fedavg",
     *,
     data: str | Dataset | Federation = "fashion-mini",
-    model: str | Network = "lenet5",
+    model: str | Network | None = None,
     proxy: str | Dataset = "",
     out: str | Path | None = None,
     force: bool = False,
@@ -48,13 +49,18 @@ def run(
 ) -> Result:
     """Train a federation.
 
-    `data` and `model` are names or objects of your own (see `fedstill.from_arrays`); `settings` are those of
-    `fedstill run` and the method's own. Without `out` nothing is kept on disk.
+    `data` and `model` are names or objects of your own (see `fedstill.from_arrays`); without a model it is LeNet-5,
+    on text a small Transformer. `settings` are those of `fedstill run` and the method's own. Without `out` nothing is
+    kept on disk.
 
     >>> result = run("fedprox", rounds=1, clients=4, epochs=1, mu=0.1, fraction=0.05, engine="inline")
     >>> result.summary["rounds"]
     1
     """
+    if model is None:
+        dataset = data.dataset if isinstance(data, Federation) else data
+        is_text = is_text_name(dataset) if isinstance(dataset, str) else dataset.vocabulary > 0
+        model = TEXT_MODEL if is_text else IMAGE_MODEL
     config = _config(method, data, model, proxy, settings)
     own: dict[str, Any] = {
         "proxy": None if isinstance(proxy, str) else proxy,
@@ -78,6 +84,8 @@ def carry_out(setup: Setup, path: Path, *, force: bool = False, listener: Listen
     """Carry out what is prepared in a new run directory, which works from wherever it is resumed."""
     check_engine(setup.config.engine)
     directory = RunDirectory.create(path, anchored(setup.config), force=force)
+    if setup.task.dataset.tokenizer:
+        directory.write("tokenizer.json", setup.task.dataset.tokenizer)
     return execute(setup, directory, listener)
 
 

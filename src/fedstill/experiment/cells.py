@@ -24,7 +24,7 @@ from fedstill.experiment.config import FREE, Config, anchored
 from fedstill.experiment.machine import cores, one_thread
 from fedstill.experiment.rundir import Record, RunDirectory
 from fedstill.experiment.runner import Listener
-from fedstill.experiment.setup import load_data, prepare, wanted_size
+from fedstill.experiment.setup import data_source, load_data, prepare
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +103,9 @@ def keeping(there: Config, wanted: Config) -> dict[str, Any]:
 
 def check(cells: Sequence[Cell]) -> None:
     """Find what is wrong with the settings or the data of any run before the first begins."""
-    datasets: dict[tuple[object, ...], Dataset] = {}
+    datasets: dict[tuple[str | int, ...], Dataset] = {}
     for config in _but_for_seeds(cells):
-        source = (config.data, config.data_dir, wanted_size(config))
+        source = data_source(config)
         if source not in datasets:
             datasets = {source: load_data(config)}  # one at a time
         prepare(config, data=datasets[source])
@@ -114,7 +114,7 @@ def check(cells: Sequence[Cell]) -> None:
 def _but_for_seeds(cells: Sequence[Cell]) -> list[Config]:
     """A configuration for each setting, those with the same data together."""
     found = {repr(cell.config.model_copy(update={"seed": 0})): cell.config for cell in cells}
-    return sorted(found.values(), key=lambda config: (config.data, str(config.data_dir), wanted_size(config)))
+    return sorted(found.values(), key=data_source)
 
 
 class Watcher:

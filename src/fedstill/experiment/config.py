@@ -16,8 +16,11 @@ from fedstill.attacks.attack import AttackKind
 from fedstill.core import custom
 from fedstill.core.errors import SettingError, unknown
 from fedstill.data import augment, sources
+from fedstill.data.tokens import FEWEST
 from fedstill.methods import registry
 from fedstill.train.task import BufferPolicy
+
+IMAGE_MODEL, TEXT_MODEL = "lenet5", "transformer"  # unless another is named
 
 
 class RegionSettings(BaseModel):
@@ -54,9 +57,15 @@ class Config(BaseModel):
 
     method: str = Field("fedavg", description="method id, or file.py:Class")
     # who holds what
-    data: str = Field("fashion-mini", description="dataset name, a folder, an .npz file, or file.py:function")
+    data: str = Field("fashion-mini", description="dataset name, a folder, an .npz or .csv file, or file.py:function")
     data_dir: str = Field("", description="where dataset files are; default $FEDSTILL_DATA")
     image_size: int = Field(0, ge=0, description="resize images to this; 0: as the model needs, else as they are")
+    tokenizer: str = Field(
+        "",
+        description="of text: a file, folder or hub name, or public text to train one on; empty: trained on the data",
+    )
+    vocabulary: int = Field(8000, ge=FEWEST, description="tokens of a tokenizer that is trained, at most")
+    max_length: int = Field(128, ge=3, description="tokens that a text is cut to")
     fraction: float = Field(1.0, gt=0, le=1, description="share of the training data used, of each class")
     imbalance_factor: float = Field(1.0, ge=1, description="long tail: largest class over smallest; 1: as it is")
     pool: float = Field(0.0, ge=0, description="samples the server holds: a count, or a share if below 1")
@@ -78,7 +87,9 @@ class Config(BaseModel):
         "1/clients of the test samples of each class it has",
     )
     # what is learnt
-    model: str = Field("lenet5", description="network name, or file.py:function")
+    model: str = Field(
+        IMAGE_MODEL, description="network name, or file.py:function; of text, transformer if none is named"
+    )
     model_options: dict[str, Any] = Field(default_factory=dict, description="options of the network")
     augment: str = Field("", description='e.g. "crop,flip" or "flip,rotate:15,scale:0.8-1.0"')
     buffers: BufferPolicy = Field(
@@ -168,12 +179,16 @@ def fixed(config: Config) -> dict[str, str]:
 def anchored(config: Config) -> Config:
     """The configuration with paths that hold wherever it is read."""
     update: dict[str, Any] = {}
-    for name in ("method", "model", "data", "proxy"):
+    for name in ("method", "model", "data", "proxy", "tokenizer"):
         value = getattr(config, name)
+        files = name in ("data", "proxy", "tokenizer")
         if custom.is_reference(value):
             update[name] = _anchored(value)
-        elif name in ("data", "proxy") and value and value not in sources.names() and Path(value).expanduser().exists():
+        elif files and value and value not in sources.names() and Path(value).expanduser().exists():
             update[name] = str(Path(value).expanduser().resolve())
+    folder = config.model_options.get("pretrained")
+    if isinstance(folder, str) and Path(folder).expanduser().is_dir():
+        update["model_options"] = config.model_options | {"pretrained": str(Path(folder).expanduser().resolve())}
     update["region"] = [r.model_copy(update={"method": _anchored(r.method)}) for r in config.region]
     data_dir = config.data_dir or os.environ.get("FEDSTILL_DATA", "")
     if data_dir:
@@ -229,6 +244,8 @@ def _follow_up(merged: dict[str, Any], method: str) -> None:
     """Defaults that depend on other settings."""
     if merged.get("partition") == "natural":
         merged.setdefault("clients", 0)
+    if sources.is_text(str(merged.get("data", ""))):
+        merged.setdefault("model", TEXT_MODEL)
     if "region" in merged:
         merged["region"] = _regions(merged["region"], method)
         merged.setdefault("regions", len(merged["region"]) or 1)

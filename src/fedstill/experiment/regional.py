@@ -247,6 +247,8 @@ def _held_here(config: Config, method: Method, told: dict[str, Any]) -> tuple[Co
         dataset = load_data(config)
     else:
         config = config.model_copy(update={"proxy": "", "pool": 0.0})
-        nothing = Split(torch.zeros(2, *told["shape"]), torch.zeros(2, dtype=torch.int64))
-        dataset = Dataset("", nothing, nothing, *(tuple(told[name]) for name in ("classes", "mean", "std")))
+        kind = torch.int32 if told["tokenizer"] else torch.float32
+        nothing = Split(torch.zeros(2, *told["shape"], dtype=kind), torch.zeros(2, dtype=torch.int64))
+        known = (tuple(told[name]) for name in ("classes", "mean", "std"))
+        dataset = Dataset("", nothing, nothing, *known, tokenizer=told["tokenizer"])
     return config, undivided(config, dataset)

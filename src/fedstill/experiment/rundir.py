@@ -5,6 +5,7 @@ metrics.jsonl       one JSON object a round
 summary.json        best and final numbers, cost, versions; there when the run is finished
 clients.csv         each client's samples and its accuracy under the final model
 model.safetensors   the final model as named tensors
+tokenizer.json      what made tokens of text, where the data are text
 curves.png          the learning curves, where the command line drew them
 models/             the global model after some of the rounds, if the run was to save them
 teachers/           the models that met at each episode's end, if the run was to save them
@@ -42,7 +43,9 @@ _TEACHERS = "teachers"
 _MODELS = "models"
 TENSORBOARD = "tensorboard"
 SERVED = "run.json"
-_FILES = ("summary.json", "metrics.jsonl", "clients.csv", "model.safetensors", "curves.png", "log.txt")
+_FILES = (
+    *("summary.json", "metrics.jsonl", "clients.csv", "model.safetensors", "tokenizer.json", "curves.png", "log.txt"),
+)
 
 
 class RunDirectory:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedstill.attacks.attack import Attack, plan
 from fedstill.core import custom
 from fedstill.core.errors import FedstillError, SettingError
-from fedstill.data import augment
+from fedstill.data import TextSettings, augment
 from fedstill.data import load as load_dataset
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation, federate
@@ -221,7 +221,14 @@ def load_data(config: Config) -> Dataset:
     """The dataset that the configuration names, images at the size that the model needs."""
     if custom.is_reference(config.data):
         return made_dataset(config.data)
-    return load_dataset(config.data, config.data_dir or None, wanted_size(config))
+    text = TextSettings(config.tokenizer, config.vocabulary, config.max_length)
+    return load_dataset(config.data, config.data_dir or None, wanted_size(config), text=text)
+
+
+def data_source(config: Config) -> tuple[str | int, ...]:
+    """What `load_data` depends on."""
+    text = (config.tokenizer, config.vocabulary, config.max_length)
+    return (config.data, config.data_dir, wanted_size(config), *text)
 
 
 def made_dataset(reference: str) -> Dataset:
@@ -279,8 +286,9 @@ def undivided(config: Config, dataset: Dataset) -> Federation:
     )
 
 
-def load_proxy(config: Config, given: Dataset | None, size: int) -> Dataset:
-    """The dataset that stands in: given as an object, made by a function, or named."""
+def load_proxy(config: Config, given: Dataset | None, target: Dataset) -> Dataset:
+    """The dataset that stands in for the target: given as an object, made by a function, or named."""
+    size = target.shape[-1] if len(target.shape) == 3 else 0
     if given is not None:
         return sized(given, size)
     if custom.is_reference(config.proxy):
@@ -289,7 +297,9 @@ def load_proxy(config: Config, given: Dataset | None, size: int) -> Dataset:
         raise SettingError(
             f"proxy = {config.proxy!r} is what the clients hold; for a part of it, set pool and proxy=pool"
         )
-    return load_dataset(config.proxy, config.data_dir or None, size)
+    # Text in the target's tokens.
+    text = TextSettings(target.tokenizer, config.vocabulary, target.shape[-1], labelled=False)
+    return load_dataset(config.proxy, config.data_dir or None, size, text=text)
 
 
 def proxy_samples(config: Config, federation: Federation, given: Dataset | None = None) -> Samples | None:
@@ -302,8 +312,7 @@ def proxy_samples(config: Config, federation: Federation, given: Dataset | None 
             raise SettingError("proxy = 'pool': the server has no pool; set pool, for example pool=0.1")
         index = torch.from_numpy(federation.pool_index)
         return Samples(dataset.train.x, torch.zeros_like(dataset.train.y), index, dataset.normalise)
-    size = dataset.shape[-1] if len(dataset.shape) == 3 else 0
-    other = load_proxy(config, given, size)
+    other = load_proxy(config, given, dataset)
     check_stands_in(other, dataset)
     index = balanced(other.train.y, config.proxy_size, config.seed)
 
@@ -342,7 +351,8 @@ def network_maker(config: Config, dataset: Dataset, method: Method, model: Netwo
         return lambda: method.network(as_classifier(made()))
     if custom.is_reference(config.model):
         return lambda: method.network(as_classifier(_own_network(config.model, shape, classes)))
-    return lambda: method.network(build(config.model, shape, classes, **config.model_options))
+    vocabulary = dataset.vocabulary
+    return lambda: method.network(build(config.model, shape, classes, vocabulary=vocabulary, **config.model_options))
 
 
 def _own_network(reference: str, shape: tuple[int, ...], classes: int) -> nn.Module:

@@ -315,6 +315,7 @@ def serve(
                 "mean": list(dataset.mean),
                 "std": list(dataset.std),
                 "shape": list(dataset.shape),
+                "tokenizer": dataset.tokenizer,  # all must make the same tokens of text
                 "steps": steps,
                 "checkpoint": directory.oldest_checkpoint(),
             }
@@ -414,6 +415,7 @@ class Own:
         told = tomllib.loads(text)
         files = {"method": self.method, "model": self.model, "data": self.data}
         told |= {name: value for name, value in files.items() if value}
+        told.pop("tokenizer", None)  # the server sends it, not where it has it
         named = [(name, told.get(name, "")) for name in ("method", "model", "data", "proxy")]
         named += [("method", region.get("method", "")) for region in told.get("region", [])]
         for name, value in named:
@@ -453,7 +455,7 @@ class Site:
         return self._ready[1]
 
     def _prepared(self, run: dict[str, Any]) -> Worker:
-        config = self._own.config(run["config"])
+        config = self._own.config(run["config"]).model_copy(update={"tokenizer": run["tokenizer"]})
         if self._own.data and config.proxy == "pool":  # which the server alone has
             config = config.model_copy(update={"proxy": ""})
         federation = self._federation(config, run)

@@ -10,24 +10,29 @@ from typing import Any
 from fedstill.core.errors import SettingError, unknown
 from fedstill.models.base import Classifier
 from fedstill.models.checks import whole, wholes
+from fedstill.models.pretrained import distilbert
 from fedstill.models.resnet import resnet8, resnet8_w64, resnet11, resnet18, resnet50
 from fedstill.models.shufflenet import shufflenetv2
 from fedstill.models.small import cnn, lenet5, mlp
+from fedstill.models.text import bag, transformer
 
 
 @dataclass(frozen=True)
 class _Network:
-    """How to make a network, and the images it takes."""
+    """How to make a network, and the images it takes, or that it takes text."""
 
     make: Callable[..., Classifier]
     smallest: int | None  # least height and width; None: any sample, image or not
     exact: int | None = None  # the only height and width
+    text: bool = False
 
 
 # Smallest sizes: cnn keeps one pixel at 16; the ResNets keep 2x2 (with their 3x3 stem), for GroupNorm with
 # one channel per group turns a single pixel into zero; below 16 ShuffleNetV2 strides over single pixels.
 _NETWORKS = {
+    "bag": _Network(bag, smallest=None, text=True),
     "cnn": _Network(cnn, smallest=16),
+    "distilbert": _Network(distilbert, smallest=None, text=True),
     "lenet5": _Network(lenet5, smallest=32, exact=32),
     "mlp": _Network(mlp, smallest=None),
     "resnet8": _Network(resnet8, smallest=8),
@@ -36,6 +41,7 @@ _NETWORKS = {
     "resnet18": _Network(resnet18, smallest=16),
     "resnet50": _Network(resnet50, smallest=16),
     "shufflenetv2": _Network(shufflenetv2, smallest=16),
+    "transformer": _Network(transformer, smallest=None, text=True),
 }
 
 
@@ -63,18 +69,23 @@ def options(name: str) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def build(name: str, shape: Sequence[int], classes: int, **options: Any) -> Classifier:
+def build(name: str, shape: Sequence[int], classes: int, *, vocabulary: int = 0, **options: Any) -> Classifier:
     """A new network for samples of this shape, its weights drawn from the global torch generator.
 
+    Where samples are text, rows of so many token numbers, `vocabulary` is how many tokens there are.
+
     >>> build("resnet8", (3, 32, 32), 10, norm="batch").feature_dim
+    64
+    >>> build("bag", (128,), 4, vocabulary=8000).feature_dim
     64
     """
     network = _find(name)
     _check_options(name, options)
     shape = wholes("the input shape", tuple(shape))
-    _check_shape(name, network, shape)
+    _check_shape(name, network, shape, vocabulary)
+    text = (vocabulary,) if network.text else ()
     try:
-        return network.make(shape, whole("classes", classes, 1), **options)
+        return network.make(shape, whole("classes", classes, 1), *text, **options)
     except SettingError as error:
         raise SettingError(f"model {name!r}: {error}") from None
 
@@ -94,9 +105,17 @@ def _check_options(name: str, given: dict[str, Any]) -> None:
             raise unknown(f"option of model {name!r}:", option, allowed)
 
 
-def _check_shape(name: str, network: _Network, shape: tuple[int, ...]) -> None:
+def _check_shape(name: str, network: _Network, shape: tuple[int, ...], vocabulary: int) -> None:
     if not shape:
         raise SettingError(f"model {name!r} needs samples of at least one dimension, got single numbers")
+    if network.text != bool(vocabulary):
+        got = "x".join(map(str, shape))
+        takes = ", ".join(n for n, other in _NETWORKS.items() if other.text)
+        raise SettingError(
+            f"model {name!r} needs text, got samples of {got}"
+            if network.text
+            else f"model {name!r} does not take text; those that do are {takes}"
+        )
     if network.smallest is None:
         return
     got = "x".join(map(str, shape))

@@ -54,6 +54,7 @@ class Decoded:
     client_names: tuple[str, ...] = ()
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    tokenizer: str = ""  # of text: as JSON
 
 
 def is_images(x: Array) -> bool:
@@ -141,4 +142,5 @@ def to_dataset(decoded: Decoded, name: str) -> Dataset:
         mean=decoded.mean,
         std=decoded.std,
         client_names=decoded.client_names,
+        tokenizer=decoded.tokenizer,
     )

@@ -1,0 +1,117 @@
+"""From text to rows of token numbers: 0 is padding, at the end of a row and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedstill.core.errors import DataError, SettingError
+from fedstill.data import download
+from fedstill.data.formats.decoded import Array
+
+FEWEST = 3 + 256  # padding, the marks of a text's start and end, and every byte
+PADDING = {"[PAD]", "<pad>", "<PAD>"}  # what token 0 may be called
+_CHUNK = 4096  # texts at a time, so that temporary copies stay small
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """How text becomes numbers.
+
+    `tokenizer` is a file of the tokenizers library, a folder with a tokenizer.json, a name on the Hugging Face hub,
+    a dataset or CSV file whose texts anybody may see, to train one on, or a tokenizer itself, as JSON. If it is
+    empty, one is trained on the training texts: of use for published data, but what is in a tokenizer's vocabulary
+    was in somebody's text, so where clients' texts are their own, name one.
+    """
+
+    tokenizer: str = ""
+    vocabulary: int = 8000  # tokens of a tokenizer that is trained, at most
+    max_length: int = 128  # tokens that a text is cut to
+    labelled: bool = True  # whether a CSV file must have labels
+
+
+def trained(texts: Sequence[str], vocabulary: int) -> str:
+    """A tokenizer of byte pairs, in lower case, that knows the words of these texts and can spell any other, as JSON.
+
+    The same texts give the same tokenizer: WordPiece would number the parts of words differently each time.
+    """
+    library = _library()
+    bytes_, special = library.pre_tokenizers.ByteLevel(add_prefix_space=True), ("[CLS]", "[SEP]")
+    if vocabulary < FEWEST:
+        raise SettingError(f"vocabulary = {vocabulary}: at least {FEWEST} tokens are needed")
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.normalizer = library.normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = bytes_
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        min_frequency=2,
+        special_tokens=["[PAD]", *special],
+        initial_alphabet=bytes_.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = library.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[(name, number) for number, name in enumerate(special, 1)]
+    )
+    return str(tokenizer.to_str())
+
+
+def read(name: str) -> str:
+    """The tokenizer in a file or folder, or on the hub, as JSON."""
+    library = _library()
+    path = Path(name).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        if not download.allowed():
+            raise SettingError(f"tokenizer = {name!r}: there is no such file, and FEDSTILL_OFFLINE is set")
+        return str(library.Tokenizer.from_pretrained(name).to_str())
+    except SettingError:
+        raise
+    except Exception as error:  # the library raises plain ones
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SettingError(
+            f"tokenizer = {name!r} is no file, folder or name on the hub that works: {reason}"
+        ) from error
+
+
+def encode(tokenizer: str, texts: Sequence[str], length: int) -> Array:
+    """Token numbers of each text, (N, length) int32: cut where the text is longer, zeros where it is shorter."""
+    made = _parsed(tokenizer)
+    if made.id_to_token(0) not in PADDING:
+        raise SettingError(f"tokenizer: token 0 must be padding, {' or '.join(sorted(PADDING))}, not a token of text")
+    if length <= made.num_special_tokens_to_add(is_pair=False):
+        raise SettingError(f"max_length = {length}: no token of a text would be left")
+    made.enable_truncation(length)
+    made.no_padding()
+    found = np.zeros((len(texts), length), np.int32)
+    for start in range(0, len(texts), _CHUNK):
+        for row, encoded in enumerate(made.encode_batch(texts[start : start + _CHUNK]), start):
+            found[row, : len(encoded.ids)] = encoded.ids
+    return found
+
+
+def _parsed(tokenizer: str) -> Any:
+    try:
+        return _library().Tokenizer.from_str(tokenizer)
+    except SettingError:
+        raise
+    except Exception as error:
+        raise DataError(f"not a tokenizer of the tokenizers library: {error}") from error
+
+
+def _library() -> Any:
+    # Its threads would not survive the fork of the worker processes.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise SettingError("text needs the tokenizers library: pip install 'fedstill[text]'") from error
+    return tokenizers

@@ -82,10 +82,11 @@ def tally(claim: Saved) -> str:
     judged = sum(n for said, n in counted.items() if said != "open")
     if not judged:
         return "open"
+    beside = f"; {counted['open']} open" if counted["open"] else ""
     if counted["confirmed"] == judged:
-        return "confirmed"
+        return "confirmed" + beside
     said = ("confirmed", "contradicted", "not seen at this scale", "too few seeds", "not run")
-    return ", ".join(f"{counted[v]} {v}" for v in said if counted[v]) + f" of {judged}"
+    return ", ".join(f"{counted[v]} {v}" for v in said if counted[v]) + f" of {judged}" + beside
 
 
 def difference(told: Saved) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import engine, methods, server
+from benchmarks import engine, growth, methods, server
 
 console = Console()
 
@@ -38,6 +38,21 @@ def main() -> None:
         for method, ratio, limit in methods.round_costs(cases, work, rounds=rounds, repeats=repeats):
             table.add_row(method, f"{ratio:.2f}", "" if limit is None else f"{limit:.2f}")
         console.print(table)
+
+    table = Table(
+        title=f"Growth: LeNet-5, {growth.ACTIVE} active clients of {growth.HELD} samples",
+        caption="MB without the arrays that say who holds what; in brackets, over that of the fewest clients",
+    )
+    for column in ("method", "clients", "seconds a round", "peak MB"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for method, settings in growth.METHODS:
+        fewest: dict[str, float] = {}
+        for clients in growth.CLIENTS:
+            found = growth.grown(method, settings, clients, rounds=8)
+            fewest = fewest or found
+            cells = [f"{found[key]:.2f} ({found[key] / fewest[key]:.2f})" for key in ("seconds", "megabytes")]
+            table.add_row(method, f"{clients:,}", *cells)
+    console.print(table)
 
 
 if __name__ == "__main__":

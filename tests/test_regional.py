@@ -17,6 +17,7 @@ from test_sites import Silence, weights
 import fedstill
 from fedstill.core import tree
 from fedstill.core.tree import Tree
+from fedstill.experiment import regional
 from fedstill.experiment.config import resolve
 from fedstill.experiment.regional import RegionalServer
 from fedstill.experiment.runner import Listener
@@ -51,6 +52,11 @@ class Wire:
                 yield who, tree.decode(tree.encode(self.there[who].handle(tree.decode(tree.encode(request)))))
             except fedstill.FedstillError as error:
                 yield who, {"error": str(error)}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regional, "_PATIENCE", 0.5)
 
 
 class World:

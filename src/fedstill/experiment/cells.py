@@ -48,7 +48,7 @@ class Cell:
             raise DataError(
                 f"{self.path}/summary.json is damaged ({error}); delete {self.path} to run it again"
             ) from error
-        if not isinstance(found, dict) or "versions" not in found:
+        if not isinstance(found, dict):
             raise DataError(f"{self.path}/summary.json is not a run's; delete {self.path} to run it again")
         return found
 

@@ -230,7 +230,7 @@ def saved(evidence: Evidence) -> dict[str, Any]:
     used = list(dict.fromkeys(check.preset for claim in claims() for check in claim.check))
     cells = [cell for claim, _ in found for check in claim.check for cell in evidence.cells(check) if cell.finished]
     return {
-        "versions": sorted({json.dumps(cell.summary()["versions"], sort_keys=True) for cell in cells}),
+        "versions": sorted({json.dumps(cell.summary().get("versions", {}), sort_keys=True) for cell in cells}),
         "presets": {name: described(evidence.plan(name)) for name in used},
         "claims": [
             {

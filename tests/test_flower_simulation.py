@@ -26,7 +26,7 @@ from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import Message
 from fedstill.flower import simulation
 
-pytestmark = pytest.mark.xdist_group("flower")  # one process, and one fleet, for all of them
+pytestmark = pytest.mark.xdist_group("simulation")  # one process, and one fleet, for all of them
 
 
 @pytest.fixture(scope="module")

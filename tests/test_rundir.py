@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import threading
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedstill
+from fedstill.core import tree
 from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.files import write_atomic
+from fedstill.experiment import rundir
 from fedstill.experiment.config import Config, parse_assignments, resolve
 from fedstill.experiment.logfile import logging_to
 from fedstill.experiment.rundir import RunDirectory, to_json
@@ -39,6 +44,7 @@ def after_rounds(path: Path, rounds: int, every: int = 1) -> RunDirectory:
         run.append({"round": round_, "accuracy": round_ / 10})
         if round_ % every == 0:
             run.checkpoint(round_, state(round_), active=[5])
+    run.settle()
     return run
 
 
@@ -196,6 +202,74 @@ def test_leftovers_of_writes_cut_off_are_removed_and_other_hidden_files_are_not(
     run.restore()
     assert not list(run.path.rglob("*.tmp"))
     assert {".git/HEAD", ".notes"} <= files(run.path)
+
+
+# --- checkpoints in the background ---
+
+
+def test_rounds_go_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, disk = RunDirectory.create(tmp_path / "run", CONFIG), threading.Event()
+
+    def slow(path: Path, data: bytes) -> None:
+        assert disk.wait(30)
+        write_atomic(path, data)
+
+    monkeypatch.setattr(rundir, "write_atomic", slow)
+    model = torch.zeros(4)
+    run.checkpoint(1, {"model": model}, active=[])
+    assert not list(run.checkpoints.glob("round-*"))
+    model += 1  # the next round's
+    disk.set()
+    run.settle()
+    assert torch.equal(
+        tree.decode((run.checkpoints / "round-000001.safetensors").read_bytes())["model"], torch.zeros(4)
+    )
+
+
+def test_no_round_is_recorded_before_the_last_checkpoint_is_there(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", CONFIG)
+    for round_ in range(1, 6):
+        run.append({"round": round_})
+        there = {int(p.stem.removeprefix("round-")) for p in run.checkpoints.glob("round-*")}
+        assert round_ == 1 or round_ - 1 in there
+        run.checkpoint(round_, state(round_), active=[])
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = after_rounds(tmp_path / "run", 1)
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(rundir, "write_atomic", full)
+    run.checkpoint(2, state(2), active=[5])
+    with pytest.raises(OSError, match=r"No space left on device.*round-000002"):
+        run.append({"round": 3})
+    monkeypatch.undo()
+    restored = run.restore()
+    assert restored is not None
+    assert restored[0] == 1
+
+
+def test_what_a_checkpoint_rests_on_is_on_disk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, reached = RunDirectory.create(tmp_path / "run", CONFIG), list[str]()
+    fsync = os.fsync
+
+    def recorded(opened: int) -> None:
+        reached.append(Path(os.readlink(f"/proc/self/fd/{opened}")).name)
+        fsync(opened)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    run.client_store.write(5, 1, {"written": 1})
+    run.server_store.write(6, 1, {"written": 1})
+    run.append({"round": 1})
+    assert reached == []  # nobody waited for the disk
+    run.checkpoint(1, state(1), active=[5, 6])
+    run.settle()
+    checkpoint = next(i for i, name in enumerate(reached) if name.startswith(".round-000001"))
+    assert {"5.1.safetensors", "6.1.safetensors", "metrics.jsonl", "0", "clients", "server"} <= set(
+        reached[:checkpoint]
+    )
 
 
 # --- the log ---

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
+def write_atomic(path: str | os.PathLike[str], data: bytes | str, *, durable: bool = True) -> None:
     """Write a file so that a reader, or a crash, finds the old content or the new and never a part.
+
+    What is not `durable` yet survives the end of the process but not that of the machine, until `sync`.
 
     >>> import tempfile
     >>> target = Path(tempfile.mkdtemp()) / "note.txt"
@@ -22,17 +24,24 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
     try:
         with temporary.open("xb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    if durable:
+        sync(path.parent)  # without it a power cut may undo the rename
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Have a file's content, or a folder's entries, on disk when this returns."""
+    opened = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)  # without it a power cut may undo the rename
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

@@ -83,6 +83,7 @@ class Rounds(Run):
                 tally.clients - tally.dropped,
                 tally.clients,
             )
+        self.directory.settle()  # what is answered has happened
         rounds = [record for record in self.records if first <= record["round"] <= last]
         metrics = {name: float(sum(record[name] for record in rounds)) for name in TOTALS}
         means = {name: rounds[-1][name] for name in ("train_loss", "local_accuracy") if rounds[-1][name] is not None}

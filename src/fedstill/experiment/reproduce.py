@@ -90,8 +90,8 @@ def plans(name: str, scale: Scale, seeds: int, root: Path, **given: Any) -> list
 
 
 def directory(config: Config) -> str:
-    """A name that only runs with the same numbers share."""
-    settings = {k: v for k, v in anchored(config).model_dump().items() if k not in IRRELEVANT}
+    """A name that only runs with the same numbers share, and that settings of later versions do not change."""
+    settings = {k: v for k, v in anchored(config).model_dump(exclude_defaults=True).items() if k not in IRRELEVANT}
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
     return f"{config.method.replace('/', '-').replace(':', '-')}-{key}"
 

@@ -23,13 +23,14 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from fedstill.core import tree
 from fedstill.core.errors import DataError, FedstillError, SettingError
-from fedstill.core.files import write_atomic
+from fedstill.core.files import sync, write_atomic
 from fedstill.core.store import Store
 from fedstill.core.tree import Tree
 from fedstill.experiment.config import Config, read_toml, resolve
@@ -54,9 +55,11 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self.client_store = Store(self.checkpoints / "clients")
-        self.server_store = Store(self.checkpoints / "server")
+        self.client_store = Store(self.checkpoints / "clients", durable=False)
+        self.server_store = Store(self.checkpoints / "server", durable=False)
         self._lock: int | None = None
+        self._writer: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
 
     @classmethod
     def create(cls, path: Path, config: Config, *, force: bool = False) -> RunDirectory:
@@ -108,21 +111,36 @@ class RunDirectory:
         return records
 
     def append(self, record: Record) -> None:
-        """One more line of metrics.jsonl, on disk when this returns."""
+        """One more line of metrics.jsonl, on disk when the next checkpoint is, and not there before the last one is."""
+        self.settle()
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(to_json(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
 
     def checkpoint(self, round_: int, state: Tree, active: Iterable[int]) -> None:
         """Keep the server's state after a round, and forget what only older checkpoints needed.
 
-        `active` are the clients whose state may have changed since the last checkpoint.
+        `active` are the clients whose state may have changed since the last checkpoint. It is written while the next
+        round goes on; `settle` waits for it.
         """
-        path = self._checkpoint_path(round_)
-        write_atomic(path, tree.encode(state))
+        self.settle()  # one at a time, so that no more than one waits in memory
+        self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
+        self._writing = self._writer.submit(self._write_checkpoint, round_, tree.encode(state), list(active))
+
+    def settle(self) -> None:
+        """Have the last checkpoint on disk when this returns."""
+        writing, self._writing = self._writing, None
+        if writing:
+            writing.result()
+
+    def _write_checkpoint(self, round_: int, state: bytes, active: Sequence[int]) -> None:
+        """What a checkpoint rests on goes to disk first, so that none is ever there without it."""
+        before = max(self._checkpoint_rounds(), default=0)
+        for store in self._stores():
+            store.sync(active, since=before)
+        if (metrics := self.path / "metrics.jsonl").exists():
+            sync(metrics)
+        write_atomic(self._checkpoint_path(round_), state)
         kept = self._checkpoint_rounds()[-_KEPT:]
-        active = list(active)
         for store in self._stores():
             store.prune(active, needed=kept[0])
         for old in self._checkpoint_rounds()[:-_KEPT]:
@@ -172,6 +190,7 @@ class RunDirectory:
 
     def go_back(self, round_: int) -> None:
         """Forget every later round, also its checkpoint."""
+        self.settle()
         for later in self._checkpoint_rounds():
             if later > round_:
                 self._checkpoint_path(later).unlink()
@@ -179,6 +198,7 @@ class RunDirectory:
 
     def undo_server(self, round_: int) -> None:
         """Forget what later rounds had the servers keep for single clients."""
+        self.settle()
         for store in self._stores():
             if store.root != self.client_store.root:
                 store.rollback(round_)
@@ -215,7 +235,7 @@ class RunDirectory:
 
     def regional_store(self, region: int) -> Store:
         """What a region's server keeps for single clients."""
-        return Store(self.checkpoints / f"server-{region}")
+        return Store(self.checkpoints / f"server-{region}", durable=False)
 
     def _stores(self) -> list[Store]:
         return [self.client_store, self.server_store, *map(Store, self.checkpoints.glob("server-*"))]
@@ -251,9 +271,14 @@ class RunDirectory:
 
     def release(self) -> None:
         """Let other processes have the directory."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        try:
+            self.settle()
+        finally:
+            if self._writer:
+                self._writer.shutdown()
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
 
 
 def check_place(path: Path, *, force: bool) -> None:

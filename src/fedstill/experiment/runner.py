@@ -142,6 +142,7 @@ class Run:
                 if round_ % config.checkpoint_every == 0 or round_ == config.rounds:
                     self._checkpoint()
                 self.listener.round_done(record)
+            self.directory.settle()
             if self.setup.method.concludes:
                 self._conclude(engine)
                 evaluation = None

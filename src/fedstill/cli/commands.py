@@ -1,4 +1,4 @@
-"""What the commands do, once the heavy imports are worth it."""
+"""What the commands do, once the heavy imports are worth it. Those for pictures wait until one is drawn."""
 
 from __future__ import annotations
 
@@ -33,10 +33,6 @@ from fedstill.experiment.rundir import Record, RunDirectory
 from fedstill.experiment.setup import divide, load_data, prepare
 from fedstill.methods import registry
 from fedstill.methods.base import Part
-from fedstill.report.bubbles import bubbles, table
-from fedstill.report.confusion import confusion
-from fedstill.report.curves import curves
-from fedstill.report.gallery import gallery
 
 # A table in a file or a pipe needs no less room than on a screen.
 console = Console(width=None if sys.stdout.isatty() else 120)
@@ -63,6 +59,8 @@ def run(
         listener = TensorBoard(path, display) if tensorboard else display
         result = api.start(config, path, force=force, listener=listener)
     console.print(results_table({config.method: result.summary}))
+    from fedstill.report.curves import curves
+
     picture = path / "curves.png"
     curves({config.method: result.records}, picture, title=title_of(config))
     say(f"curves: {picture}\nall of it: {path}")
@@ -98,6 +96,8 @@ def show(directories: list[Path], plot: Path | None) -> None:
     if finished:
         console.print(results_table(finished))
     if plot:
+        from fedstill.report.curves import curves
+
         curves(records, plot)
         say(f"curves: {plot}")
 
@@ -134,6 +134,8 @@ def episodes(directory: Path, *, classes: bool, out: Path | None) -> None:
         _print_reliability(met[-1], prepare(run_directory.config()).federation.dataset.classes)
     if out and last:
         matrices = {name: teacher["confusion"] for name, teacher in last["teachers"].items()}
+        from fedstill.report.confusion import confusion
+
         confusion(matrices | {"global model": last["student"]["confusion"]}, out, title=f"episode {last['number']}")
         say(f"picture: {out}")
 
@@ -194,6 +196,8 @@ def samples(directory: Path, clients: list[int], count: int, out: Path) -> None:
             break
     if not made:
         raise SettingError(f"there is no generator in {directory}; methods with one are fedkf and dafkd")
+    from fedstill.report.gallery import gallery
+
     gallery(made, out, title=f"{setup.config.method} on {setup.config.data}")
     say(f"picture: {out}")
 
@@ -276,6 +280,8 @@ def partition(flags: Flags, assignments: list[str], out: Path) -> None:
     check_picture(out, "--out")
     config = config_of("fedavg", flags, assignments)
     federation = divide(config, load_data(config))
+    from fedstill.report.bubbles import bubbles, table
+
     bubbles(federation, out)
     rows = table(federation)
     shown = Table(title=f"{config.data}, {config.partition}, {federation.clients} clients")

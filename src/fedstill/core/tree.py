@@ -7,6 +7,7 @@ safetensors, with the shape of the tree as JSON in the header, so reading one ca
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import torch
@@ -31,50 +32,53 @@ def encode(tree: Tree) -> bytes:
     {'w': tensor([1., 1.]), 'rounds': [1, 2]}
     """
     tensors: dict[str, Tensor] = {}
-    memory: set[int] = set()
-
-    def strip(node: Tree) -> Tree:
-        if isinstance(node, Tensor):
-            if node.layout is not torch.strided:
-                raise TypeError(f"cannot be kept or sent: a tensor of layout {node.layout}; make it dense")
-            name = str(len(tensors))
-            tensor = node.detach().contiguous()
-            # safetensors refuses tensors that share memory: give each its own.
-            tensors[name] = tensor.clone() if tensor.untyped_storage().data_ptr() in memory else tensor
-            memory.add(tensor.untyped_storage().data_ptr())
-            return {_TENSOR: name}
-        if isinstance(node, dict):
-            for key in node:
-                if not isinstance(key, str) or key == _TENSOR:
-                    raise TypeError(f"cannot be kept or sent: a dict with the key {key!r}; keys must be strings")
-            return {k: strip(v) for k, v in node.items()}
-        if isinstance(node, list | tuple):
-            return [strip(v) for v in node]
-        if node is None or isinstance(node, bool | int | float | str):
-            return node
-        raise TypeError(f"cannot be kept or sent: {type(node).__name__}; use tensors, numbers, strings, lists, dicts")
-
-    shape = json.dumps(strip(tree))
+    shape = json.dumps(_strip(tree, tensors, set()))
     return save_tensors(tensors, metadata={"tree": shape})
+
+
+# Functions of the module, not of the calls: a closure that calls itself is a cycle, which would keep every tensor that
+# it has seen until the next garbage collection.
+
+
+def _strip(node: Tree, tensors: dict[str, Tensor], memory: set[int]) -> Tree:
+    """The node with names for its tensors, which are added to `tensors`."""
+    if isinstance(node, Tensor):
+        if node.layout is not torch.strided:
+            raise TypeError(f"cannot be kept or sent: a tensor of layout {node.layout}; make it dense")
+        name = str(len(tensors))
+        tensor = node.detach().contiguous()
+        # safetensors refuses tensors that share memory: give each its own.
+        tensors[name] = tensor.clone() if tensor.untyped_storage().data_ptr() in memory else tensor
+        memory.add(tensor.untyped_storage().data_ptr())
+        return {_TENSOR: name}
+    if isinstance(node, dict):
+        for key in node:
+            if not isinstance(key, str) or key == _TENSOR:
+                raise TypeError(f"cannot be kept or sent: a dict with the key {key!r}; keys must be strings")
+        return {k: _strip(v, tensors, memory) for k, v in node.items()}
+    if isinstance(node, list | tuple):
+        return [_strip(v, tensors, memory) for v in node]
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    raise TypeError(f"cannot be kept or sent: {type(node).__name__}; use tensors, numbers, strings, lists, dicts")
 
 
 def decode(data: bytes) -> Tree:
     """The tree that `encode` was given; DataError if the bytes are not one."""
-
-    def fill(node: Tree) -> Tree:
-        if isinstance(node, dict):
-            return tensors[node[_TENSOR]] if _TENSOR in node else {k: fill(v) for k, v in node.items()}
-        if isinstance(node, list):
-            return [fill(v) for v in node]
-        return node
-
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         shape = json.loads(header["__metadata__"]["tree"])
-        tensors = load_tensors(data)
-        return fill(shape)
+        return _fill(shape, load_tensors(data))
     except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise DataError(f"damaged data: {error}") from error
+
+
+def _fill(node: Tree, tensors: dict[str, Tensor]) -> Tree:
+    if isinstance(node, dict):
+        return tensors[node[_TENSOR]] if _TENSOR in node else {k: _fill(v, tensors) for k, v in node.items()}
+    if isinstance(node, list):
+        return [_fill(v, tensors) for v in node]
+    return node
 
 
 def nbytes(tree: Tree) -> int:
@@ -91,6 +95,6 @@ def first_not_finite(message: Message) -> str | None:
     for name, tensor in message.items():
         number = isinstance(tensor, Tensor) and tensor.is_floating_point()
         # The sum is the quick test: it is finite unless a part is not, or it overflows.
-        if number and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
+        if number and not math.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
             return name
     return None

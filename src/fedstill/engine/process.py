@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import multiprocessing
 import os
 import signal
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -29,6 +30,7 @@ from fedstill.engine.worker import Request, Worker, answered, made
 _CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 _QUEUED = 2  # requests a worker may hold, so that it never waits for the next
 _DEATHS_ALLOWED = 3
+_BROADCAST = b""  # what follows is for all requests until the next
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Processes(Engine):
         self.deaths = 0
 
     def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
-        broadcast = tree.encode({"down": down})
+        broadcast = tree.encode(down)
         while len(self._hands) < min(self._count, len(requests)):
             self._hands.append(self._hire(self._hands))
         todo = deque(range(len(requests)))
@@ -106,9 +108,10 @@ class Processes(Engine):
         request = requests[todo[0]]
         try:
             if hand.knows is not broadcast:
+                hand.pipe.send_bytes(_BROADCAST)
                 hand.pipe.send_bytes(broadcast)
                 hand.knows = broadcast
-            hand.pipe.send_bytes(tree.encode({"kind": type(request).__name__, **asdict(request)}))
+            hand.pipe.send_bytes(json.dumps({"kind": type(request).__name__, **vars(request)}).encode())
         except OSError:
             return False
         hand.holds.append(todo.popleft())
@@ -147,13 +150,13 @@ def _serve(worker: Worker, pipe: Connection, inherited: list[Connection], parent
     down: Message = {}
     while True:
         try:
-            request = tree.decode(pipe.recv_bytes())
+            request = pipe.recv_bytes()
+            if request == _BROADCAST:
+                down = tree.decode(pipe.recv_bytes())
+                continue
         except (EOFError, OSError):
             return
-        if "down" in request:
-            down = request["down"]
-            continue
-        data = answered(partial(_work, worker, request, down), tree.encode)
+        data = answered(partial(_work, worker, json.loads(request), down), tree.encode)
         try:
             pipe.send_bytes(data)
         except OSError:

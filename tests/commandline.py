@@ -24,7 +24,7 @@ from fedstill.cli.progress import Display
 from fedstill.experiment.rundir import Record
 
 SHORT: dict[str, Any] = SMALL | {"clients": 4, "fraction": 0.05}
-TIMED = ("seconds", "eval_seconds")
+TIMED = ("seconds", "eval_seconds", "client_seconds", "server_seconds")
 
 
 @dataclass(frozen=True)

@@ -52,5 +52,5 @@ def weights(result: Result) -> torch.Tensor:
 
 def numbers(result: Result) -> list[dict[str, Any]]:
     """The records of a run without what depends on the clock."""
-    timed = ("seconds", "eval_seconds")
+    timed = ("seconds", "eval_seconds", "client_seconds", "server_seconds")
     return [{k: v for k, v in r.items() if k not in timed} for r in result.records]

@@ -31,7 +31,7 @@ from fedstill.experiment.setup import prepare
 from fedstill.methods.base import Server
 from fedstill.train.loop import Objective
 
-TIMED = ("seconds", "eval_seconds")
+TIMED = ("seconds", "eval_seconds", "client_seconds", "server_seconds")
 
 
 @dataclass(frozen=True)

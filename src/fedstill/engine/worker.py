@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -114,6 +115,7 @@ class Worker:
         )
 
     def _train(self, client: Client, request: Train) -> dict[str, Any]:
+        began = time.perf_counter()
         # For code that draws from PyTorch's global stream without asking for one of its own.
         torch.default_generator.manual_seed(seeds.key(self.task.seed, "global stream", request.round, client.id))
         message, declared = self.method.local(client), self.method.wire(self.task).up
@@ -124,6 +126,7 @@ class Worker:
         if client.touched_state and fault(message, declared) is None:
             self.store.write(request.client, request.round, client.touched_state)
         metrics = {"train_loss": client.trained.loss} if client.trained else {}
+        metrics["seconds"] = time.perf_counter() - began
         if request.measure:
             metrics |= self._own_model(client)
         return {"samples": len(client.data), "message": message, "metrics": metrics}

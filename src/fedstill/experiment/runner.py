@@ -183,6 +183,8 @@ class Run:
             "clients": tally.clients,
             "dropped": tally.dropped,
             "seconds": trained - began,
+            "client_seconds": tally.client_seconds,
+            "server_seconds": tally.server_seconds + episode.get("server_seconds", 0.0),
             "eval_seconds": time.perf_counter() - trained,
         }
         others = list(evaluations.items())[1:]
@@ -251,7 +253,7 @@ class Run:
     ) -> None:
         """One round of a federation: of all clients, or of a region's."""
         method, server, round_ = region.method, self.regional[region.number], self.server.round
-        server.round, server.notes = round_, {}
+        began, server.round, server.notes = time.perf_counter(), round_, {}
         method.begin(server)
         down = method.downlink(server)
         wire = method.wire(region.task)
@@ -267,6 +269,7 @@ class Run:
         with self._stream("server layers", region.number):
             method.aggregate(server, iter(uplinks))
         tally.add(uplinks, nbytes(down) * len(cohort))
+        tally.server_seconds += time.perf_counter() - began - uplinks.waited
 
     def _merge(self, engine: Engine, present: list[Region], *, compare: bool) -> Record:
         """The end of an episode: one model of all regions' models, for all of them."""

@@ -23,6 +23,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.clients = self.bytes_down = self.bytes_up = self.dropped = 0
+        self.server_seconds = 0.0  # of work, without waiting for clients
         self.metrics: dict[str, list[float]] = {}
 
     def add(self, uplinks: Checked, bytes_down: int) -> None:
@@ -32,6 +33,11 @@ class Tally:
         self.dropped += len(uplinks.dropped)
         for name, values in uplinks.metrics.items():
             self.metrics.setdefault(name, []).extend(values)
+
+    @property
+    def client_seconds(self) -> float:
+        """Of all clients together."""
+        return sum(self.metrics.get("seconds", []))
 
     def mean(self, metric: str) -> float | None:
         """Mean of a number that the good clients reported."""

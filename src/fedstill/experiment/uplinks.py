@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from fedstill.core.errors import FedstillError
@@ -32,6 +33,7 @@ class Checked:
         self.good: list[int] = []
         self.dropped: dict[int, str] = {}
         self.bytes_up = 0
+        self.waited = 0.0  # seconds until answers came, while the server had nothing else to do
         self.metrics: dict[str, list[float]] = {}
         self._clients, self._answers, self._declared = clients, answers, declared
         self._least, self._tick, self._who = least, tick, who
@@ -41,7 +43,7 @@ class Checked:
         log.warning("%s %d dropped: %s", self._who, client, problem)
 
     def __iter__(self) -> Iterator[Uplink]:
-        for client, answer in zip(self._clients, self._answers, strict=True):
+        for client, answer in zip(self._clients, self._timed(), strict=True):
             self._tick()
             if "failure" in answer:
                 self._drop(client, answer["failure"])
@@ -55,6 +57,18 @@ class Checked:
             for name, value in answer["metrics"].items():
                 self.metrics.setdefault(name, []).append(value)
             yield Uplink(client, samples, message)
+        self._check_enough()
+
+    def _timed(self) -> Iterator[Tree]:
+        while True:
+            began = time.perf_counter()
+            answer = next(self._answers, None)
+            self.waited += time.perf_counter() - began
+            if answer is None:
+                return
+            yield answer
+
+    def _check_enough(self) -> None:
         if len(self.good) < self._least:
             last = next(reversed(self.dropped.values()), "no answer")
             raise TooFewClients(

@@ -1,58 +1,115 @@
-"""What a round costs with each method, against FedAvg's in the same run."""
+"""What a round costs with each method, against FedAvg's in the same run, and what it would without the caches."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import replace
-from statistics import median
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from benchmarks.engine import Work, fedstill_rounds
+import fedstill
+from benchmarks.engine import Work
 from fedstill.data.federation import Federation
+from fedstill.distill import stage
+from fedstill.experiment.rundir import Record
+from fedstill.experiment.runner import Listener
+from fedstill.train.client import Client
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method to time."""
+
+    method: str
+    settings: dict[str, Any]
+    at_most: float | None = None  # times FedAvg's cost
+    asked: int = 0  # teachers are asked in each of so many epochs where their answers are not kept; 0: no teachers
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.method, *(f"{name}={value}" for name, value in self.settings.items())])
+
 
 # ResNet-8 at 5 local epochs; every client is active, so that each method has all its state from the second round on.
 WORK = Work("ResNet-8, 4 clients x 128 samples, batch 64, 5 epochs", "resnet8", (3, 32, 32), 4, 128, 4, 64, 5)
 
-PROXY = {"proxy": "pool"}  # 100 samples
-# Method, settings, how often FedAvg's cost it may have.
-CASES: tuple[tuple[str, dict[str, Any], float | None], ...] = (
-    ("fedprox", {}, 1.10),
-    ("scaffold", {}, 1.10),
-    ("feddyn", {}, 1.10),
-    ("fedgkd", {}, 1.10),
-    ("fedgkd-vote", {"buffer": 5}, 1.40),
-    ("moon", {}, 1.35),
-    ("fednova", {}, None),
-    ("qffl", {}, None),
-    ("fedmgda-plus", {}, None),
-    ("feddistill-plus", {}, None),
-    ("fedavg+t1", {}, None),
-    ("fedkf", {"width": 32}, None),
+CASES = (
+    Case("fedprox", {}, 1.10),
+    Case("scaffold", {}, 1.10),
+    Case("feddyn", {}, 1.10),
+    Case("fednova", {}),
+    Case("qffl", {}),
+    Case("fedmgda-plus", {}),
+    Case("feddistill", {}),
+    Case("feddistill-plus", {}),
+    Case("fedavg+t1", {}),
+    Case("fedavg+median", {}),
+    Case("fedavg+trimmed-mean", {}),
+    Case("fedgkd", {}, 1.10, asked=5),
+    Case("fedgkd-vote", {"buffer": 5}, 1.40, asked=5),
+    Case("fedgkd-plus", {}, asked=5),
+    Case("moon", {}, 1.35, asked=5),
+    Case("fedhkd", {}),
+    Case("fedkf", {"width": 32}),
 )
 
-# Methods whose server does most of the work: a short local round shows it.
+# Methods whose server does most of the work: a short local round shows it. The server has 100 samples.
 SERVER_WORK = replace(WORK, name="ResNet-8, 4 clients x 128 samples, batch 64, 1 epoch", epochs=1)
-SERVER_CASES: tuple[tuple[str, dict[str, Any], float | None], ...] = (
-    ("feddf", PROXY, None),
-    ("dafkd", {}, None),
-    ("dafkd", {"private": True}, None),
-    ("fedhyb", PROXY, None),
-    ("fedgen", {}, None),
-    ("fedftg", {}, None),
-    ("fedbe", PROXY, None),
-    ("fedmd", PROXY, None),
-    ("fedhkd", {}, None),
-    ("creff", {}, None),
+_PROXY = {"proxy": "pool"}
+SERVER_CASES = (
+    Case("feddf", _PROXY, asked=100),  # 200 steps of 64 of 100 samples
+    Case("fedbe", _PROXY, asked=20),
+    Case("lkd", {}, asked=10),
+    Case("mtkd", {}, asked=10),
+    Case("fedhyb", _PROXY, asked=1),
+    Case("dafkd", {"batches": 10}, asked=5),
+    Case("fedgen", {}),
+    Case("fedftg", {}),
+    Case("fedmd", _PROXY),
+    Case("creff", {}),
 )
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a round: its own, its clients' together, and its server's without waiting for them."""
+
+    whole: float
+    clients: float
+    server: float
+
+
+class Costs(Listener):
+    """Of each round, from the records."""
+
+    def __init__(self) -> None:
+        self.rounds: list[Cost] = []
+
+    def round_done(self, record: Record) -> None:
+        self.rounds.append(Cost(record["seconds"], record["client_seconds"], record["server_seconds"]))
+
+
+@contextmanager
+def nothing_kept(epochs: int) -> Iterator[None]:
+    """Teachers are asked about every batch of every epoch, as the equations read, instead of once a sample."""
+    predict = stage.predict
+
+    def asked_again(*what: Any) -> Any:
+        for _ in range(epochs - 1):
+            predict(*what)
+        return predict(*what)
+
+    with patch.object(Client, "_samples_drawn", lambda _: 0), patch.object(stage, "predict", asked_again):
+        yield
 
 
 def with_pool(work: Work) -> Federation:
     """The federation of the work, with samples for the server beside."""
-    extra = Work(work.name, work.model, work.shape, work.clients + 1, work.samples, work.cohort, 1, 1)
+    extra = replace(work, clients=work.clients + 1)
     x, y = extra.data()
     whole = extra.federation(x, y)
     clients = work.clients * work.samples
@@ -66,27 +123,36 @@ def with_pool(work: Work) -> Federation:
     )
 
 
-def round_costs(
-    cases: Sequence[tuple[str, dict[str, Any], float | None]] = CASES,
-    work: Work = WORK,
-    *,
-    rounds: int = 6,
-    repeats: int = 3,
-) -> list[tuple[str, float, float | None]]:
-    """Each method's seconds a round over FedAvg's: the best median of several, all methods in turn."""
+def cost(case: Case, work: Work, federation: Federation, rounds: int, *, cached: bool = True) -> Cost:
+    """The cheapest of a run's last rounds: the first have no teacher yet, and VOTE's buffer fills up."""
+    costs = Costs()
+    with nullcontext() if cached else nothing_kept(case.asked):
+        fedstill.run(
+            case.method, data=federation, model=work.model, rounds=rounds + 1, participation=work.cohort / work.clients,
+            batch_size=work.batch_size, epochs=work.epochs, lr=work.lr, workers=2, eval_every=0, listener=costs,
+            **case.settings,
+        )  # fmt: skip
+    return min(costs.rounds[-3:], key=lambda cost: cost.whole)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A method's cost, and FedAvg's beside it."""
+
+    case: Case
+    cost: Cost
+    without: Cost | None  # the caches
+    fedavg: Cost
+
+
+def round_costs(cases: Sequence[Case], work: Work, *, rounds: int, repeats: int) -> Iterator[Found]:
+    """Each method's round, next to one of FedAvg's: the best of several, taken in turn."""
     torch.set_num_threads(1)
-    federation = with_pool(work)
-
-    def seconds(method: str, settings: dict[str, Any]) -> float:
-        # The first rounds have no teacher yet, and VOTE's buffer fills up.
-        return median(fedstill_rounds(work, federation, rounds, method, **settings)[-3:])
-
-    everyone = [("fedavg", {}, None), *cases]
-    best = [math.inf] * len(everyone)
-    for _ in range(repeats):
-        for i, (method, settings, _limit) in enumerate(everyone):
-            best[i] = min(best[i], seconds(method, settings))
-    return [
-        (" ".join([method, *(f"{name}={value}" for name, value in settings.items())]), seconds / best[0], limit)
-        for (method, settings, limit), seconds in zip(cases, best[1:], strict=True)
-    ]
+    federation, plain = with_pool(work), Case("fedavg", {})
+    for case in cases:
+        runs = [(plain, True), (case, True)] + [(case, False)] * (case.asked > 1)
+        taken = [
+            [cost(which, work, federation, rounds, cached=cached) for which, cached in runs] for _ in range(repeats)
+        ]
+        best = [min(costs, key=lambda cost: cost.whole) for costs in zip(*taken, strict=True)]
+        yield Found(case, best[1], best[2] if len(best) > 2 else None, best[0])

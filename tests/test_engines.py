@@ -25,7 +25,7 @@ from fedstill.core.tree import Message
 from fedstill.engine.process import Processes
 from fedstill.engine.worker import Train, Worker
 from fedstill.experiment.config import resolve
-from fedstill.experiment.regions import draw_cohort
+from fedstill.experiment.regions import draw_cohort, with_data
 from fedstill.experiment.rundir import RunDirectory
 from fedstill.experiment.setup import prepare
 from fedstill.methods.base import Server
@@ -190,10 +190,10 @@ def test_no_worker_outlives_the_engine(tmp_path: Path) -> None:
 
 def test_the_cohort_is_the_same_for_every_method_and_largest_first() -> None:
     federation = fedstill.federate(fedstill.load("fashion-mini"), clients=20, alpha=0.1)
-    everyone = np.arange(20)
-    cohort = draw_cohort(federation.sizes, everyone, 0.2, seed=5, round_=3)
-    assert cohort == draw_cohort(federation.sizes, everyone, 0.2, seed=5, round_=3)
+    able = with_data(federation.sizes, np.arange(20))
+    cohort = draw_cohort(federation.sizes, able, 4, seed=5, round_=3)
+    assert cohort == draw_cohort(federation.sizes, able, 4, seed=5, round_=3)
     assert len(set(cohort)) == 4
     sizes = federation.sizes[cohort]
     assert (sizes[:-1] >= sizes[1:]).all()
-    assert cohort != draw_cohort(federation.sizes, everyone, 0.2, seed=5, round_=4)
+    assert cohort != draw_cohort(federation.sizes, able, 4, seed=5, round_=4)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +19,13 @@ from torch.nn import functional as F
 import fedstill
 import fedstill.models
 import fedstill.train.client as client_module
-from fedstill.core import seeds
+from fedstill.core import seeds, tree
 from fedstill.core.weights import FlatNet
 from fedstill.data.federation import from_clients
 from fedstill.methods.fedprox import FedProx
 from fedstill.train.evaluate import EVAL_BATCH, predict
 from fedstill.train.loop import Objective, batches, fit
+from fedstill.train.optimizers import SGD, Adam
 from fedstill.train.task import LocalTraining, Samples
 
 
@@ -279,3 +282,48 @@ def test_fedprox_is_a_frozen_dataclass_with_the_papers_names() -> None:
     assert FedProx(mu=0.5).mu == 0.5
     with pytest.raises(AttributeError):
         FedProx().mu = 1.0  # type: ignore[misc]
+
+
+# --- optimisers ---
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "settings"),
+    [
+        (SGD, torch.optim.SGD, {}),
+        (SGD, torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+        (Adam, torch.optim.Adam, {"weight_decay": 0.01}),
+    ],
+)
+def test_an_optimiser_takes_the_steps_of_pytorchs_own(ours: Any, theirs: Any, settings: dict[str, float]) -> None:
+    """Bit for bit, also where a parameter gets its first gradient late, and after its memory was kept and restored."""
+    torch.manual_seed(0)
+    mine = [nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)), nn.Parameter(torch.randn(5))]
+    other = [nn.Parameter(p.detach().clone()) for p in mine]
+    a, b = ours(mine, 0.1, **settings), theirs(other, 0.1, **settings, fused=True)
+    for step in range(6):
+        a.clear()
+        b.zero_grad()
+        for p, q in list(zip(mine, other, strict=True))[: 1 if step < 2 and not settings.get("momentum") else 2]:
+            p.grad = torch.randn(p.shape)  # not in the layout of the first
+            q.grad = torch.empty_like(q).copy_(p.grad)
+        if step == 4 and isinstance(a, Adam):
+            kept = tree.decode(tree.encode(a.state()))
+            a = Adam(mine, 0.1, **settings)
+            a.restore(kept)
+        if step == 5:
+            a.lr = b.param_groups[0]["lr"] = 0.01
+        a.step()
+        b.step()
+        assert all(torch.equal(p, q) for p, q in zip(mine, other, strict=True)), step
+
+
+def test_training_does_not_load_the_compiler() -> None:
+    """It would take every worker process over a second."""
+    code = (
+        "import sys, fedstill\n"
+        "fedstill.run('fedkf', rounds=2, clients=2, participation=1.0, epochs=1, engine='inline', width=2)\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert said.strip() == "False"

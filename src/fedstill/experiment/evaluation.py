@@ -45,10 +45,13 @@ def evaluate(engine: Engine, federation: Federation, model: Tensor) -> Evaluatio
     """Score a model on all test data there are."""
     test = federation.dataset.test
     scores = _score(engine, model, "test", len(test.y))
-    loss = scores["loss"].numpy()
-    confusion = confusion_matrix(test.y.numpy(), scores["predicted"].numpy(), len(federation.dataset.classes))
+    loss, predicted = scores["loss"].numpy(), scores["predicted"].numpy()
+    confusion = confusion_matrix(test.y.numpy(), predicted, len(federation.dataset.classes))
     hits, counts = confusion.diagonal().tolist(), confusion.sum(1).tolist()
-    right = _score(engine, model, "local", int(federation.test_offsets[-1]))["right"].numpy()
+    if federation.test_source == "test":  # clients are tested on samples of the global test set: that is done
+        right = (predicted == test.y.numpy())[federation.test_index].astype(np.int8)
+    else:
+        right = _score(engine, model, "local", int(federation.test_offsets[-1]))["right"].numpy()
     return Evaluation(
         accuracy=_share(sum(hits), sum(counts)),
         loss=float(loss.mean(dtype=np.float64)) if len(loss) else math.nan,

@@ -88,21 +88,21 @@ def assign(config: Config, clients: int) -> list[IntArray]:
     return [np.sort(part) for part in np.split(rng.permutation(clients), np.cumsum(counts)[:-1])]
 
 
-def cohort_size(sizes: IntArray, members: IntArray, participation: float) -> int:
-    """How many clients take part in a round."""
-    able = int(np.count_nonzero(sizes[members]))
-    return min(able, max(1, math.floor(participation * len(members) + 0.5)))
+def with_data(sizes: IntArray, members: IntArray) -> IntArray:
+    """The members that can take part."""
+    return members[sizes[members] > 0]
 
 
-def draw_cohort(
-    sizes: IntArray, members: IntArray, participation: float, seed: int, round_: int, region: int = 0
-) -> list[int]:
-    """The clients of a round, drawn uniformly among the members that have data: the same for every method.
+def cohort_size(able: int, members: int, participation: float) -> int:
+    """How many clients take part in a round, of so many that can."""
+    return min(able, max(1, math.floor(participation * members + 0.5)))
+
+
+def draw_cohort(sizes: IntArray, able: IntArray, count: int, seed: int, round_: int, region: int = 0) -> list[int]:
+    """The clients of a round, drawn uniformly among those that can take part: the same for every method.
 
     The largest come first, so that no worker is left alone with a large one at the end. Sums run in this order.
     """
-    able = members[sizes[members] > 0]
-    count = cohort_size(sizes, members, participation)
     where = (round_, region) if region else (round_,)
     drawn = able[seeds.numpy_rng(seed, "cohort", *where).choice(len(able), count, replace=False)]
     return [int(k) for k in sorted(drawn, key=lambda k: (-sizes[k], k))]

@@ -24,7 +24,7 @@ from fedstill.engine.worker import Conclude, Train, Worker
 from fedstill.experiment.config import anchored, fixed
 from fedstill.experiment.evaluation import Evaluation, evaluate, tested
 from fedstill.experiment.machine import make_engine, one_thread
-from fedstill.experiment.regions import Region, draw_cohort
+from fedstill.experiment.regions import Region, cohort_size, draw_cohort, with_data
 from fedstill.experiment.rundir import Record, RunDirectory, to_json, without_nan
 from fedstill.experiment.setup import Setup
 from fedstill.experiment.tally import QUALITY, Tally, of_own_models, summarise, versions
@@ -81,6 +81,10 @@ class Run:
         )
         self.regional = {only.number: self.server} if only else self._regional_servers()
         self.records: list[Record] = []
+        self._sizes = setup.federation.sizes
+        self._able: dict[
+            int, IntArray
+        ] = {}  # of each region; to look for them among a million takes longer than a round
         self._active_since_checkpoint: set[int] = set()
         self._last: dict[str, int] = {}  # what crossed after the last round
         self._restore()
@@ -110,7 +114,8 @@ class Run:
 
     def _count_samples(self) -> None:
         """Somebody came who was not there before."""
-        sizes = self.server.sizes[:] = self.setup.federation.sizes
+        self._sizes = sizes = self.server.sizes[:] = self.setup.federation.sizes
+        self._able = {}
         for region in self.setup.hierarchy.regions:
             self.regional[region.number].sizes[region.clients] = sizes[region.clients]
 
@@ -219,17 +224,22 @@ class Run:
             self._count_samples()
         absent = engine.absent()
         present = [(region, _without(members, absent)) for region, members in self.setup.hierarchy.present(round_)]
-        sizes = self.setup.federation.sizes
-        cohorts = [
-            draw_cohort(sizes, members, region.participation, self.setup.config.seed, round_, region.number)
-            for region, members in present
-        ]
+        cohorts = [self._cohort(region, members, round_) for region, members in present]
         self.listener.round_started(round_, sum(map(len, cohorts)))
         tally = Tally()
         for (region, _), cohort in zip(present, cohorts, strict=True):
             self._regional_round(engine, region, cohort, tally, measure=measure)
         self._active_since_checkpoint.update(k for cohort in cohorts for k in cohort)
         return tally, [region for region, _ in present]
+
+    def _cohort(self, region: Region, members: IntArray, round_: int) -> list[int]:
+        able = self._able.get(region.number) if members is region.clients else None
+        if able is None:
+            able = with_data(self._sizes, members)
+        if members is region.clients:
+            self._able[region.number] = able
+        count = cohort_size(len(able), len(members), region.participation)
+        return draw_cohort(self._sizes, able, count, self.setup.config.seed, round_, region.number)
 
     def _evaluates(self, round_: int) -> bool:
         """Whether the setting asks for an evaluation; with regions, every meeting between two of them gets one."""

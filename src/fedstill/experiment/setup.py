@@ -20,7 +20,7 @@ from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation, federate
 from fedstill.data.proxy import balanced, check_stands_in, match_channels
 from fedstill.experiment.config import Config, RegionSettings, is_object
-from fedstill.experiment.regions import Hierarchy, Region, assign, cohort_size
+from fedstill.experiment.regions import Hierarchy, Region, assign, cohort_size, with_data
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.models import as_classifier, build, image_size
@@ -190,7 +190,7 @@ def _check_attendance(hierarchy: Hierarchy, config: Config, federation: Federati
                 if elsewhere:
                     continue
                 raise SettingError(f"{where}none of the clients has data in round {round_}")
-            count = cohort_size(federation.sizes, members, region.participation)
+            count = cohort_size(len(with_data(federation.sizes, members)), len(members), region.participation)
             for part in region.method.parts():
                 if count < part.fewest_clients:
                     raise SettingError(

@@ -17,6 +17,7 @@ from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.modifier import Modifier
 from fedstill.train.client import Client
 from fedstill.train.evaluate import load_for_evaluation, predict, require_features
+from fedstill.train.optimizers import SGD
 from fedstill.train.task import Task, classifier
 
 _STATE = "ccvr"
@@ -87,11 +88,11 @@ class CCVR(Modifier):
         """The model with its classifier trained on these features; the rest stays."""
         net = load_for_evaluation(server.task, model, "calibrated")
         head = classifier(net).head
-        sgd = torch.optim.SGD(head.parameters(), lr=self.calibration_lr, fused=True)
+        sgd = SGD(head.parameters(), self.calibration_lr)
         order = server.rng("calibration")
         for _ in range(self.calibration_epochs):
             for ids in torch.split(torch.randperm(len(y), generator=order), self.calibration_batch):
-                sgd.zero_grad()
+                sgd.clear()
                 F.cross_entropy(head(x[ids]), y[ids]).backward()
                 sgd.step()
         return net.read()

@@ -16,6 +16,7 @@ from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.client import Client
 from fedstill.train.evaluate import load_for_evaluation, predict, require_features
+from fedstill.train.optimizers import SGD
 from fedstill.train.task import Task, classifier
 
 
@@ -89,7 +90,7 @@ class CReFF(ServerSide):
     def match(self, head: nn.Module, start: Tensor, real: Tensor, present: list[int]) -> Tensor:
         """Features whose gradients point where the clients' do, for each class that was present."""
         synthetic, params = start.clone().requires_grad_(), list(head.parameters())
-        sgd = torch.optim.SGD([synthetic], lr=self.match_lr)
+        sgd = SGD([synthetic], self.match_lr)
         for _ in range(self.match_steps):
             total = torch.zeros(())
             for c in present:
@@ -103,10 +104,10 @@ class CReFF(ServerSide):
     def retrain(self, head: nn.Module, synthetic: Tensor, order: torch.Generator) -> Tensor:
         """A fresh classifier, trained on the synthetic features of all classes."""
         x, y = synthetic.flatten(0, 1), torch.arange(len(synthetic)).repeat_interleave(self.features)
-        sgd = torch.optim.SGD(head.parameters(), lr=self.retrain_lr, fused=True)
+        sgd = SGD(head.parameters(), self.retrain_lr)
         for _ in range(self.retrain_epochs):
             for ids in torch.randperm(len(y), generator=order).split(self.retrain_batch):
-                sgd.zero_grad()
+                sgd.clear()
                 F.cross_entropy(head(x[ids]), y[ids]).backward()
                 sgd.step()
         return flat([p.detach() for p in head.parameters()])

@@ -30,7 +30,8 @@ from fedstill.models.base import Classifier
 from fedstill.models.norms import statistics_kept
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, predict, require_features
-from fedstill.train.loop import Batch, Objective, descend, steps_of
+from fedstill.train.loop import Batch, Objective, steps_of
+from fedstill.train.optimizers import Adam, descend
 from fedstill.train.task import LocalTraining, Samples, Task, classifier
 
 Variant = Literal["full", "no-sharing", "no-correlation", "no-distill"]
@@ -138,7 +139,7 @@ class DaFKD(ServerSide):
         inner = super().objective(client)
         if self.adv_rounds and client.round > self.adv_rounds:
             return inner
-        adam = torch.optim.Adam(generator.params, lr=self.generator_lr, fused=True)
+        adam = Adam(generator.params, self.generator_lr)
         noise, step = client.rng("adversarial noise"), 0
         a_pass = steps_of(len(client.data), task.local) // task.local.epochs
         last = self.adv_epochs * a_pass if self.adv_epochs else None

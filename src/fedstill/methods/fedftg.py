@@ -19,8 +19,8 @@ from fedstill.distill.stage import train_student
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.client import Client
-from fedstill.train.loop import descend
 from fedstill.train.losses import soft_kl
+from fedstill.train.optimizers import SGD, Adam, descend
 from fedstill.train.task import Task, classifier
 
 
@@ -70,8 +70,8 @@ class FedFTG(ServerSide):
         teachers = load_teachers(task, [up["model"] for up in uplinks])
         counts = torch.stack([up["counts"] for up in uplinks])
         weights, labels = label_weights(counts), counts.sum(0)
-        adam = torch.optim.Adam(generator.params, lr=self.generator_lr, fused=True)
-        sgd = torch.optim.SGD(flat.params, lr=self.server_lr, fused=True)
+        adam = Adam(generator.params, self.generator_lr)
+        sgd = SGD(flat.params, self.server_lr)
         for _ in range(self.iterations):
             y = torch.multinomial(labels, self.server_batch, replacement=True, generator=rng)
             z = torch.randn(self.server_batch, self.z_dim, generator=rng)
@@ -90,7 +90,7 @@ class FedFTG(ServerSide):
                 target = (weights[:, y].unsqueeze(2) * soft).sum(0)
             train_student(student, task)
             for _ in range(self.student_steps):
-                sgd.zero_grad()
+                sgd.clear()
                 (soft_kl(target, student(made)) / task.classes).backward()  # a mean over classes too
                 sgd.step()
         server.model = flat.read()

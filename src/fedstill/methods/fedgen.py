@@ -18,8 +18,9 @@ from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, require_features
-from fedstill.train.loop import Batch, Objective, descend, optimizer_state, restore_optimizer
+from fedstill.train.loop import Batch, Objective
 from fedstill.train.losses import kl
+from fedstill.train.optimizers import Adam, descend
 from fedstill.train.task import Task
 
 
@@ -95,13 +96,12 @@ class FedGen(ServerSide):
         generator = self.generator(task)
         generator.load(server.state["feature_generator"])
         generator.module.train()
-        adam = torch.optim.Adam(
+        adam = Adam(
             generator.params,
-            lr=self.generator_lr * self.decay ** (server.round - 1),
+            self.generator_lr * self.decay ** (server.round - 1),
             weight_decay=self.generator_decay,
-            fused=True,
         )
-        restore_optimizer(adam, server.state["generator optimizer"])
+        adam.restore(server.state["generator optimizer"])
         teachers = load_teachers(task, [up["model"] for up in uplinks])
         weights = label_weights(torch.stack([up["counts"] for up in uplinks]))  # (K, C)
         for _ in range(self.generator_steps):
@@ -113,7 +113,7 @@ class FedGen(ServerSide):
                 each = F.cross_entropy(teacher.head(made), y, reduction="none")
                 loss = loss + (weight[y] * each).mean()
             descend(loss, generator.params, adam)
-        server.state |= {"feature_generator": generator.read(), "generator optimizer": optimizer_state(adam)}
+        server.state |= {"feature_generator": generator.read(), "generator optimizer": adam.state()}
 
     def generator(self, task: Task) -> FlatNet:
         """This process's generator network, to load weights into."""

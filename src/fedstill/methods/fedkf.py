@@ -21,8 +21,9 @@ from fedstill.methods.base import Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, load_for_evaluation, outputs, require_features
-from fedstill.train.loop import Batch, Objective, descend, optimizer_state, restore_optimizer
+from fedstill.train.loop import Batch, Objective
 from fedstill.train.losses import kl
+from fedstill.train.optimizers import Adam, descend
 from fedstill.train.task import Task, classifier
 
 
@@ -99,10 +100,10 @@ class FedKF(FedAvg):
         task = client.task
         teacher = classifier(load_for_evaluation(task, client.down.get("teacher", client.down["model"]), "teacher"))
         generator = self.generator(task)
-        adam = torch.optim.Adam(generator.params, lr=self.beta, fused=True)
+        adam = Adam(generator.params, self.beta)
         if not self.reset_generator and "generator" in client.state:
             generator.load(client.state["generator"])
-            restore_optimizer(adam, client.state["optimizer"])
+            adam.restore(client.state["optimizer"])
         else:
             generator.load(self.initial_generator(task))
         generator.module.train()
@@ -141,7 +142,7 @@ class FedKF(FedAvg):
             generator_step(pictures, taught)
 
         def done() -> None:
-            client.state["generator"], client.state["optimizer"] = generator.read(), optimizer_state(adam)
+            client.state["generator"], client.state["optimizer"] = generator.read(), adam.state()
 
         return Objective(term=term, inputs=inputs, after=None if self.gen_first else after, done=done)
 

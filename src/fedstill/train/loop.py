@@ -6,20 +6,20 @@ A method never writes its own: it says what is added to the cross-entropy (`Obje
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedstill.core.errors import SettingError
-from fedstill.core.tree import Tree
 from fedstill.core.weights import FlatNet
 from fedstill.data.augment import Augmentation
 from fedstill.models.norms import norms
 from fedstill.train.evaluate import Outputs, outputs
+from fedstill.train.optimizers import SGD, Adam, Optimizer
 from fedstill.train.task import LocalTraining, Samples, classifier
 
 
@@ -170,8 +170,8 @@ def fit(
         if objective.term:
             loss = loss + objective.term(batch, out)
         if local.cosine:
-            _set_rate(optimizer, lr * (1 + math.cos(math.pi * steps / total_steps)) / 2)
-        _forget_gradients(params)
+            optimizer.lr = lr * (1 + math.cos(math.pi * steps / total_steps)) / 2
+        optimizer.clear()
         loss.backward()
         if objective.gradient and addend is not None:
             with torch.no_grad():
@@ -190,56 +190,16 @@ def fit(
     return Fit(steps, float(total) / max(1, steps))
 
 
-def _forget_gradients(params: Sequence[nn.Parameter]) -> None:
-    """What the optimiser's `zero_grad` does, without the checks that cost as much as a small layer."""
-    for p in params:
-        p.grad = None
-
-
-def make_optimizer(params: list[nn.Parameter], local: LocalTraining, lr: float) -> torch.optim.Optimizer:
-    """A fresh optimiser. Its fused kernels save a Python loop over the parameters in every step."""
+def make_optimizer(params: list[nn.Parameter], local: LocalTraining, lr: float) -> Optimizer:
+    """A fresh optimiser."""
     if local.optimizer == "adam":
-        return torch.optim.Adam(params, lr=lr, weight_decay=local.weight_decay, fused=True)
-    return torch.optim.SGD(params, lr=lr, momentum=local.momentum, weight_decay=local.weight_decay, fused=True)
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+        return Adam(params, lr, weight_decay=local.weight_decay)
+    return SGD(params, lr, momentum=local.momentum, weight_decay=local.weight_decay)
 
 
 def steps_of(n: int, local: LocalTraining) -> int:
     """How many steps local training on n samples takes, about: a lone last sample may join the batch before."""
     return local.epochs * (local.steps_per_epoch or -(-n // local.batch_size))
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer) -> Tree:
-    """What an optimiser remembers, as data to keep."""
-    return {str(place): dict(memory) for place, memory in optimizer.state_dict()["state"].items()}
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, state: Tree) -> None:
-    """Give an optimiser back what `optimizer_state` kept."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    memories = {
-        int(place): {name: _laid_out(value, params[int(place)]) for name, value in memory.items()}
-        for place, memory in state.items()
-    }
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": memories})
-
-
-def descend(loss: Tensor, params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """One step on these parameters; whatever else the loss depends on gets no gradient."""
-    for p, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
-        p.grad = _laid_out(grad, p)
-    optimizer.step()
-
-
-def _laid_out(value: Any, like: Tensor) -> Any:
-    """A tensor in the memory layout of a parameter, which fused optimisers rely on without looking."""
-    if not isinstance(value, Tensor) or value.shape != like.shape or value.stride() == like.stride():
-        return value
-    return torch.empty_like(like).copy_(value)
 
 
 def batches(data: Samples, local: LocalTraining, order: torch.Generator, *, no_single: bool = False) -> Iterator[Batch]:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.engine import Work, fedstill_rounds
+from benchmarks.engine import fedstill_rounds
+from benchmarks.work import Work
 from fedstill.data.federation import Federation
 
 # ResNet-8 at 5 local epochs; every client is active, so that each method has all its state from the second round on.

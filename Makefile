@@ -26,4 +26,4 @@ bench: install
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv build *.egg-info src/*.egg-info
+	rm -rf .venv .bench build *.egg-info src/*.egg-info

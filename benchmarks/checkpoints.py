@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 import fedstill
-from benchmarks.engine import Stopwatch, Work
+from benchmarks.engine import Stopwatch
+from benchmarks.work import Work
 
 # ResNet-18 has 11 million weights: 45 MB a checkpoint, and 45 MB a client where the method keeps state.
 WORK = Work("ResNet-18, 4 clients x 64 samples, batch 32, 1 epoch", "resnet18", (3, 32, 32), 4, 64, 4, 32, 1)

@@ -1,4 +1,4 @@
-"""FedAvg through the public API against a bare two-process PyTorch loop over the same tensors.
+"""FedAvg through the public API against a bare two-process PyTorch loop over the same tensors, and against peers.
 
 The bare loop is what one would write by hand for one fixed experiment: no library, no progress, no checks of what
 clients send, no checkpoint, no metrics. Same initial weights, batches of the same size, optimiser and layout.
@@ -6,69 +6,32 @@ clients send, no checkpoint, no metrics. Same initial weights, batches of the sa
 
 from __future__ import annotations
 
+import math
 import multiprocessing
+import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 import fedstill
+from benchmarks.peers.environments import PEERS, Peer, Unavailable, timed
+from benchmarks.peers.job import Job
+from benchmarks.work import Work
 from fedstill.data.federation import Federation
 from fedstill.experiment.rundir import Record
 from fedstill.experiment.runner import Listener
-from fedstill.models import build
 
-
-@dataclass(frozen=True)
-class Work:
-    """A federation of equal clients with random images."""
-
-    name: str
-    model: str
-    shape: tuple[int, int, int]
-    clients: int
-    samples: int  # a client
-    cohort: int
-    batch_size: int
-    epochs: int
-    lr: float = 0.01
-
-    @property
-    def samples_a_round(self) -> int:
-        return self.cohort * self.samples * self.epochs
-
-    def data(self) -> tuple[Tensor, Tensor]:
-        g = torch.Generator().manual_seed(0)
-        n = self.clients * self.samples
-        x = torch.randn(n, *self.shape, generator=g).contiguous(memory_format=torch.channels_last)
-        return x, torch.randint(0, 10, (n,), generator=g)
-
-    def federation(self, x: Tensor, y: Tensor) -> Federation:
-        split = fedstill.Split(x, y)
-        test = fedstill.Split(x[:100], y[:100])
-        dataset = fedstill.Dataset(self.name, split, test, tuple("0123456789"))
-        offsets = np.arange(self.clients + 1) * self.samples
-        none = np.zeros(0, np.int64)
-        return Federation(dataset, np.arange(len(y)), offsets, none, np.zeros_like(offsets), none)
-
-
-SMALL_CLIENTS = Work("LeNet-5, 50 samples a client, batch 10", "lenet5", (1, 32, 32), 1000, 50, 50, 10, 1)
+SMALL_CLIENTS = Work("LeNet-5, 50 samples a client, batch 10", "lenet5", (3, 32, 32), 1000, 50, 50, 10, 1)
 LARGE_CLIENTS = Work("ResNet-8, 1000 samples a client, batch 64", "resnet8", (3, 32, 32), 20, 1000, 4, 64, 2)
-
-
-def train_client(net: nn.Module, x: Tensor, y: Tensor, work: Work) -> None:
-    optimizer = torch.optim.SGD(net.parameters(), lr=work.lr, fused=True)
-    for _ in range(work.epochs):
-        for ids in torch.randperm(len(y)).split(work.batch_size):
-            optimizer.zero_grad()
-            F.cross_entropy(net(x[ids]), y[ids]).backward()
-            optimizer.step()
 
 
 def serve(
@@ -76,8 +39,7 @@ def serve(
 ) -> None:
     """A bare worker: trains its clients one after the other and adds up their weights in shared memory."""
     torch.set_num_threads(1)
-    net = build(work.model, work.shape, 10)
-    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    net = work.network()
     own = net.state_dict()
     while (clients := pipe.recv()) is not None:
         for total in sums.values():
@@ -86,9 +48,8 @@ def serve(
             with torch.no_grad():
                 for name, p in own.items():
                     p.copy_(shared[name])
-            part = slice(k * work.samples, (k + 1) * work.samples)
             net.train()
-            train_client(net, x[part], y[part], work)
+            work.train_client(net, x[work.held(k)], y[work.held(k)])
             with torch.no_grad():
                 for name, p in own.items():
                     sums[name].add_(p, alpha=work.samples)
@@ -101,7 +62,7 @@ class BareLoop:
     def __init__(self, work: Work, x: Tensor, y: Tensor) -> None:
         self.work = work
         context = multiprocessing.get_context("fork")
-        self.weights = {n: p.clone().share_memory_() for n, p in build(work.model, work.shape, 10).state_dict().items()}
+        self.weights = {n: p.clone().share_memory_() for n, p in work.network().state_dict().items()}
         self.sums: list[dict[str, Tensor]] = []
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
@@ -153,33 +114,134 @@ class Stopwatch(Listener):
 
 def fedstill_rounds(work: Work, federation: Federation, n: int, method: str = "fedavg", **settings: Any) -> list[float]:
     watch = Stopwatch()
-    fedstill.run(
+    # The first round starts the workers, the last evaluates.
+    run(work, federation, n + 2, method, listener=watch, **settings)
+    return watch.seconds[:-1]
+
+
+def run(
+    work: Work, federation: Federation, rounds: int, method: str = "fedavg", *, model: Any = None, **settings: Any
+) -> fedstill.Result:
+    return fedstill.run(
         method,
         data=federation,
-        model=work.model,
-        rounds=n + 2,  # the first starts the workers, the last evaluates
+        model=model or work.model,
+        rounds=rounds,
         participation=work.cohort / work.clients,
         batch_size=work.batch_size,
         epochs=work.epochs,
         lr=work.lr,
         workers=2,
         eval_every=0,
-        listener=watch,
         **settings,
     )
-    return watch.seconds[:-1]
 
 
-def against_bare_loop(work: Work, *, rounds: int, repeats: int) -> tuple[float, float]:
-    """Samples a second of the bare loop and of fedstill, each the best of several medians taken in turn."""
-    x, y = work.data()
+def against_peers(
+    work: Work,
+    *,
+    rounds: int,
+    repeats: int,
+    peers: Sequence[Peer] = PEERS,
+    unavailable: Callable[[str], None] = print,
+) -> dict[str, float]:
+    """Samples a second of the bare loop, of fedstill and of each peer: the best of several medians, taken in turn.
+
+    The first round of each counts for nobody: it is the one that starts processes.
+    """
+    x, y = work.stored()
+    x.sum()  # reads it all, so that nobody waits for the disk
     federation = work.federation(x, y)
     torch.set_num_threads(1)
     bare = BareLoop(work, x, y)
     bare.rounds(2)
-    ours, theirs = [], []
+    runners: dict[str, Callable[[], list[float]]] = {
+        "bare loop": lambda: bare.rounds(rounds),
+        "fedstill": lambda: fedstill_rounds(work, federation, rounds),
+    }
+    for peer in peers:
+        runners[peer.name] = lambda peer=peer: peer.run(Job(work, rounds + 1)).rounds  # type: ignore[misc]
+    best = dict.fromkeys(runners, math.inf)
     for _ in range(repeats):
-        theirs.append(median(bare.rounds(rounds)))
-        ours.append(median(fedstill_rounds(work, federation, rounds)))
+        for name in list(best):
+            try:
+                best[name] = min(best[name], median(runners[name]()))
+            except Unavailable as reason:
+                unavailable(str(reason))
+                del best[name]
     bare.close()
-    return work.samples_a_round / min(theirs), work.samples_a_round / min(ours)
+    return {name: work.samples_a_round / seconds for name, seconds in best.items()}
+
+
+def with_start_up(
+    work: Work,
+    *,
+    rounds: int = 20,
+    repeats: int,
+    peers: Sequence[Peer],
+    unavailable: Callable[[str], None] = print,
+) -> dict[str, float]:
+    """Seconds of whole runs, each in a new process, from its start to its end; the best of several, taken in turn."""
+    x, _ = work.stored()
+    x.sum()
+    job = Job(work, rounds)
+    runners: dict[str, Callable[[], float]] = {
+        "fedstill": lambda: timed([sys.executable, "-m", "benchmarks.engine"], job, "fedstill").whole
+    }
+    for peer in peers:
+        runners[peer.name] = lambda peer=peer: peer.run(job).whole  # type: ignore[misc]
+    best = dict.fromkeys(runners, math.inf)
+    for _ in range(repeats):
+        for name in list(best):
+            try:
+                best[name] = min(best[name], runners[name]())
+            except Unavailable as reason:
+                unavailable(str(reason))
+                del best[name]
+    return best
+
+
+def differences(
+    work: Work, *, peers: Sequence[Peer] = PEERS, unavailable: Callable[[str], None] = print
+) -> tuple[float, dict[str, float]]:
+    """How far two rounds move a weight at most, and how far others then are from fedstill's weights at most.
+
+    Everyone takes part with all samples in one batch, so that neither the order of clients nor that of samples
+    matters, and all that do the same work come to the same weights but for rounding.
+    """
+    work = replace(work, clients=4, cohort=4, samples=32, batch_size=32, epochs=2)
+    rounds = 2
+    x, y = work.stored()
+    first = work.network()
+    torch.set_num_threads(1)
+    ours = run(work, work.federation(x, y), rounds, model=first).model.state_dict()
+    bare = BareLoop(work, x, y)
+    bare.rounds(rounds)
+    bare.close()
+    found = {"bare loop": bare.weights}
+    with tempfile.TemporaryDirectory() as folder:
+        for peer in peers:
+            path = Path(folder) / f"{len(found)}.pt"
+            try:
+                peer.run(Job(work, rounds, str(path)))
+                found[peer.name] = torch.load(path, weights_only=True)
+            except Unavailable as reason:
+                unavailable(str(reason))
+    return _apart(ours, first.state_dict()), {name: _apart(ours, weights) for name, weights in found.items()}
+
+
+def _apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    if a.keys() != b.keys():
+        raise ValueError(f"not the same weights: {sorted(a.keys() ^ b.keys())}")
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def main() -> None:
+    """A job as peers get it, done by fedstill."""
+    job, watch = Job.from_json(sys.argv[1]), Stopwatch()
+    result = run(job.work, job.work.federation(*job.work.stored()), job.rounds, listener=watch)
+    job.answer(watch.ends, result.model.state_dict())
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import fedstill
-from benchmarks.engine import Work
+from benchmarks.work import Work
 from fedstill.data.federation import Federation
 from fedstill.distill import stage
 from fedstill.experiment.rundir import Record

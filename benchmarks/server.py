@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.engine import Work
+from benchmarks.work import Work
 from fedstill.core.weights import FlatNet
 from fedstill.distill.stage import ask, distil, match_probabilities, mean_probabilities
 from fedstill.experiment.config import resolve

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.errors import SettingError
-from fedstill.data import download
 from fedstill.models.base import Classifier
 from fedstill.models.checks import whole
 from fedstill.models.text import trimmed
@@ -82,6 +81,8 @@ def distilbert(
 @lru_cache(maxsize=1)
 def _loaded(name: str) -> Any:
     """The encoder of that name, read once; its configuration alone, if that is all there is."""
+    from fedstill.data import download  # late: who builds other networks needs none of what reads data
+
     library, folder = _library("transformers"), Path(name).expanduser()
     library.utils.logging.disable_progress_bar()
     local = folder.is_dir() or not download.allowed()

@@ -18,6 +18,7 @@ from fedstill.distill import stage
 from fedstill.experiment.rundir import Record
 from fedstill.experiment.runner import Listener
 from fedstill.train.client import Client
+from fedstill.train.evaluate import predict
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,6 @@ class Costs(Listener):
 @contextmanager
 def nothing_kept(epochs: int) -> Iterator[None]:
     """Teachers are asked about every batch of every epoch, as the equations read, instead of once a sample."""
-    predict = stage.predict
 
     def asked_again(*what: Any) -> Any:
         for _ in range(epochs - 1):

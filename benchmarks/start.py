@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,13 @@ def resume_seconds(states: int = STATES, repeats: int = 3) -> tuple[float, float
     torch.set_num_threads(1)
     held = _federation(states)
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"model": "mlp", "model_options": {"hidden": [8]}, "epochs": 1, "workers": 2, "eval_every": 0}
+        settings: dict[str, Any] = {
+            "model": "mlp",
+            "model_options": {"hidden": [8]},
+            "epochs": 1,
+            "workers": 2,
+            "eval_every": 0,
+        }
         path = Path(folder) / "run"
         fedstill.run("scaffold", data=held, participation=1.0, rounds=1, out=path, **settings)
         found = sum(1 for _ in RunDirectory.open(path, lock=False).client_store.root.rglob("*.safetensors"))

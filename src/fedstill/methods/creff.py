@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Gt
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from fedstill.core.tree import Message
@@ -89,17 +90,23 @@ class CReFF(ServerSide):
 
     def match(self, head: nn.Module, start: Tensor, real: Tensor, present: list[int]) -> Tensor:
         """Features whose gradients point where the clients' do, for each class that was present."""
-        synthetic, params = start.clone().requires_grad_(), list(head.parameters())
-        sgd = SGD([synthetic], self.match_lr)
+        params = {name: p.detach() for name, p in head.named_parameters()}
+        wanted = [unflat(real[c], list(params.values())) for c in present]
+        stacked = [torch.stack(same) for same in zip(*wanted, strict=True)]  # (classes present, ...) each
+
+        def loss(params: dict[str, Tensor], features: Tensor, label: Tensor) -> Tensor:
+            return F.cross_entropy(functional_call(head, params, (features,)), label.expand(len(features)))
+
+        gradients = vmap(grad(loss), in_dims=(None, 0, 0))  # of all classes at once
+        moved, labels = start[present].clone().requires_grad_(), torch.tensor(present)
+        sgd = SGD([moved], self.match_lr)
         for _ in range(self.match_steps):
-            total = torch.zeros(())
-            for c in present:
-                loss = F.cross_entropy(head(synthetic[c]), torch.full((self.features,), c))
-                found = torch.autograd.grad(loss, params, create_graph=True)
-                total = total + gradient_distance(found, unflat(real[c], params))
-            (synthetic.grad,) = torch.autograd.grad(total, [synthetic])
+            found = gradients(params, moved, labels)
+            (moved.grad,) = torch.autograd.grad(gradient_distance(list(found.values()), stacked), [moved])
             sgd.step()
-        return synthetic.detach()
+        synthetic = start.clone()
+        synthetic[present] = moved.detach()
+        return synthetic
 
     def retrain(self, head: nn.Module, synthetic: Tensor, order: torch.Generator) -> Tensor:
         """A fresh classifier, trained on the synthetic features of all classes."""
@@ -121,11 +128,14 @@ class CReFF(ServerSide):
 
 
 def gradient_distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
-    """Sum over the outputs of every layer of 1 - cos of the two gradients of its weights."""
+    """Sum over classes, the first dimension, and the outputs of every layer of 1 - cos of the gradients of its weights.
+
+    The biases of a layer count as one output.
+    """
     total = torch.zeros(())
     for a, b in zip(found, wanted, strict=True):
-        rows = (a.view(1, -1), b.view(1, -1)) if a.dim() == 1 else (a.flatten(1), b.flatten(1))
-        total = total + (1 - F.cosine_similarity(*rows, dim=1)).sum()
+        rows = (a, b) if a.dim() == 2 else (a.flatten(2), b.flatten(2))
+        total = total + (1 - F.cosine_similarity(*rows, dim=-1)).sum()
     return total
 
 

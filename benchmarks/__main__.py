@@ -116,7 +116,7 @@ def measure_growth() -> None:
 
 def time_checkpoints() -> None:
     table = Table(
-        title=f"A checkpoint after every round: {checkpoints.WORK.name}", caption="best of 3 medians, taken in turn"
+        title=f"A checkpoint after every round: {checkpoints.WORK.name}", caption="best of 2 medians, taken in turn"
     )
     for column in ("method", "s a round with", "s without", "cost", "at most"):
         table.add_column(column, justify="left" if column == "method" else "right")

@@ -12,6 +12,7 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fedstill.core.errors import SettingError
 
@@ -64,7 +65,7 @@ class FlatNet:
             self.entries.append(Entry(name, tuple(tensor.shape), start, trainable))
             start = self.entries[-1].stop
         self.trainable = sum(p.numel() for p in self.params)
-        self.vector = torch.empty(start, dtype=self.params[0].dtype)
+        self.vector = torch.empty(start, dtype=self.params[0].dtype, device=self.params[0].device)
         with torch.no_grad():
             for entry, (_, tensor, _trainable) in zip(self.entries, named, strict=True):
                 view = entry.view(self.vector)
@@ -73,6 +74,16 @@ class FlatNet:
                     tensor.data = view
                 else:
                     self._counters.append((entry, tensor))
+
+    def to(self, device: torch.device) -> FlatNet:
+        """The network on this device; itself if it is there, else this one is of no further use."""
+        if self.vector.device == device:
+            return self
+        for layer in self.module.modules():
+            for name, p in layer.named_parameters(recurse=False):
+                if not p.requires_grad:
+                    layer.register_parameter(name, _frozen(p, device))
+        return FlatNet(self.module.to(device))
 
     @property
     def size(self) -> int:
@@ -100,6 +111,17 @@ class FlatNet:
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """The vector as named tensors of ordinary shape and layout."""
         return {e.name: e.view(vector).contiguous() for e in self.entries}
+
+
+_FROZEN = WeakTensorKeyDictionary()
+
+
+def _frozen(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A frozen parameter on a device: one there for all networks that share it here, which keep what they have."""
+    copies: dict[torch.device, nn.Parameter] = _FROZEN.setdefault(parameter, {})
+    if device not in copies:
+        copies[device] = nn.Parameter(parameter.detach().to(device), requires_grad=False)
+    return copies[device]
 
 
 def _is_constant(module: nn.Module, name: str) -> bool:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fedstill.attacks.attack import Attack
-from fedstill.core import seeds
+from fedstill.core import device, seeds
+from fedstill.core.device import here
 from fedstill.core.errors import FedstillError
 from fedstill.core.store import Store
 from fedstill.core.tree import Message, Tree
@@ -87,11 +88,12 @@ class Worker:
 
     def handle(self, request: Request, down: Message) -> Tree:
         """Do what is asked with what the server sent. The answer is data, ready for any wire."""
+        down = {name: here(part) for name, part in down.items()}
         if isinstance(request, Score):
             x, y = self._stored(request)
             found = score(self.task, down["model"], x, y)
             # Where a test set is a client's own, only how often the model is right on it is anybody's business.
-            return found if request.source == "test" else {"right": (found["predicted"] == y).to(torch.int8)}
+            return found if request.source == "test" else {"right": (found["predicted"] == here(y)).to(torch.int8)}
         if isinstance(request, Train) and self.regional:
             task, method = self.regional[request.region]
             return replace(self, task=task, method=method, regional=()).handle(request, down)
@@ -115,7 +117,7 @@ class Worker:
 
     def _train(self, client: Client, request: Train) -> dict[str, Any]:
         # For code that draws from PyTorch's global stream without asking for one of its own.
-        torch.default_generator.manual_seed(seeds.key(self.task.seed, "global stream", request.round, client.id))
+        device.seed_layers(seeds.key(self.task.seed, "global stream", request.round, client.id))
         message, declared = self.method.local(client), self.method.wire(self.task).up
         if self.attack.on_updates and client.id in self.attack.clients and fault(message, declared) is None:
             forged = self.attack.forged(message["model"], client.down["model"], client.flat, client.rng("attack"))
@@ -144,7 +146,7 @@ class Worker:
         if not self.method.global_model:
             split = self.task.dataset.test
             found = score(self.task, client.flat.read(), split.x, split.y)
-            metrics["test_accuracy"] = float((found["predicted"] == split.y).double().mean())
+            metrics["test_accuracy"] = float((found["predicted"] == here(split.y)).double().mean())
             metrics["test_loss"] = float(found["loss"].double().mean())
         return metrics
 

@@ -13,7 +13,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from fedstill.attacks.attack import AttackKind
-from fedstill.core import custom
+from fedstill.core import custom, device
 from fedstill.core.errors import SettingError, unknown
 from fedstill.data import augment, sources
 from fedstill.data.tokens import FEWEST
@@ -129,7 +129,10 @@ class Config(BaseModel):
     engine: Literal["process", "inline", "flower"] = Field(
         "process", description="worker processes, all in this one, or Flower's simulation engine"
     )
-    workers: int = Field(0, ge=0, description="worker processes; 0: one a core")
+    workers: int = Field(0, ge=0, description="worker processes; 0: one a core; on a GPU there are none")
+    device: str = Field(
+        "cpu", description="cpu, cuda, cuda:1 and so on, or auto; on a GPU all work is done in this process"
+    )
     eval_every: int = Field(1, ge=0, description="evaluate every so many rounds; 0: only after the last")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
     save_models: int = Field(0, ge=0, description="keep the global model every so many rounds; 0: none")
@@ -156,11 +159,13 @@ DIVISION = {
     *("fraction", "imbalance_factor", "pool", "partition", "clients", "alpha", "min_size", "shards_per_client"),
     *("size_sigma", "min_share", "ratio", "samples_per_client", "test_fraction", "local_test"),
 }
-# Settings that a run may be resumed with another value of: they do not change what is computed.
+# Settings that a run may be resumed with another value of: they do not change what is computed, but for the rounding
+# of another device.
 FREE = {
     "rounds",
     "workers",
     "engine",
+    "device",
     "eval_every",
     "checkpoint_every",
     "min_clients",
@@ -237,6 +242,7 @@ def resolve(*layers: Mapping[str, Any], custom_method: bool = False) -> Config:
     except ValidationError as error:
         raise SettingError(registry.explain(error)) from error
     augment.parse(config.augment)
+    device.check(config.device)
     return config
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
+from fedstill.core.device import here
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import Tree, nbytes
 from fedstill.methods.base import Part, Uplink, fault
@@ -54,7 +55,7 @@ class Checked:
             self.good.append(client)
             for name, value in answer["metrics"].items():
                 self.metrics.setdefault(name, []).append(value)
-            yield Uplink(client, samples, message)
+            yield Uplink(client, samples, {name: here(part) for name, part in message.items()})
         if len(self.good) < self._least:
             last = next(reversed(self.dropped.values()), "no answer")
             raise TooFewClients(

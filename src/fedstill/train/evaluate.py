@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedstill.core.device import here
 from fedstill.core.errors import SettingError
 from fedstill.core.weights import FlatNet
 from fedstill.models.base import Classifier
@@ -39,7 +40,7 @@ def outputs(module: Classifier, x: Tensor) -> Outputs:
 def require_features(task: Task, who: str) -> None:
     """Refuse a network that does not show its penultimate features, for a method that works on them."""
     net = classifier(task.nets.get("student")).eval()
-    if outputs(net, task.dataset.normalise(task.dataset.train.x[:2])).features.shape[1] == 0:
+    if outputs(net, task.dataset.normalise(here(task.dataset.train.x[:2]))).features.shape[1] == 0:
         raise SettingError(
             f"{who} works on the network's penultimate features, and this one shows none: it must end in a Linear "
             "layer, or derive from fedstill.Classifier"
@@ -75,7 +76,7 @@ def score(task: Task, vector: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]
     losses, predicted = [], []
     parts = max(1, -(-len(y) // EVAL_BATCH))  # of nearly equal size: BatchNorm by the batch cannot do with one sample
     for xs, ys in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True):
-        logits = net.module(task.dataset.normalise(xs))
-        losses.append(F.cross_entropy(logits, ys, reduction="none"))
+        logits = net.module(task.dataset.normalise(here(xs)))
+        losses.append(F.cross_entropy(logits, here(ys), reduction="none"))
         predicted.append(logits.argmax(1))
     return {"loss": torch.cat(losses), "predicted": torch.cat(predicted)}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core import seeds
+from fedstill.core.device import CPU, current, here, on
 from fedstill.core.weights import FlatNet
 from fedstill.data.augment import Augmentation
 from fedstill.data.dataset import Dataset
@@ -56,9 +57,13 @@ class Task:
         """Networks to load weights into, kept for reuse. One set for each process."""
         return Nets(self.build)
 
-    @cached_property
+    @property
     def initial(self) -> Tensor:
         """The weights that every run with this seed starts from."""
+        return here(self._initial)
+
+    @cached_property
+    def _initial(self) -> Tensor:
         return self.build().read()
 
     def build(self, purpose: str = "initial weights") -> FlatNet:
@@ -66,15 +71,16 @@ class Task:
         return self.seeded(purpose, lambda: FlatNet(self.make_network()))
 
     def seeded(self, purpose: str, make: Callable[[], FlatNet]) -> FlatNet:
-        """A network whose own random initialisation depends on the seed and the purpose alone."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seeds.key(self.seed, purpose))
-            return make()
+        """A network whose own random initialisation depends on the seed and the purpose alone, not on the device."""
+        with on(CPU), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seeds.key(self.seed, purpose))
+            net = make()
+        return net.to(current())
 
     def trained_as(self, local: LocalTraining) -> Task:
         """The same task with clients that train in another way; networks are shared."""
         other = replace(self, local=local)
-        other.__dict__.update(nets=self.nets, initial=self.initial)
+        other.__dict__.update(nets=self.nets, _initial=self._initial)
         return other
 
     @property
@@ -119,16 +125,20 @@ class Task:
 
 
 class Nets:
-    """One network for each role (`student`, `teacher`, …), made when first asked for and loaded anew each time."""
+    """One network for each role (`student`, `teacher`, …), made when first asked for and loaded anew each time.
+
+    Each is there once for every device that asks.
+    """
 
     def __init__(self, build: Callable[[], FlatNet]) -> None:
         self._build = build
-        self._nets: dict[str, FlatNet] = {}
+        self._nets: dict[tuple[str, torch.device], FlatNet] = {}
 
     def get(self, role: str, build: Callable[[], FlatNet] | None = None) -> FlatNet:
-        if role not in self._nets:
-            self._nets[role] = (build or self._build)()
-        return self._nets[role]
+        key = role, current()
+        if key not in self._nets:
+            self._nets[key] = (build or self._build)()
+        return self._nets[key]
 
 
 def classifier(net: FlatNet) -> Classifier:
@@ -138,28 +148,47 @@ def classifier(net: FlatNet) -> Classifier:
 
 
 class Samples:
-    """Inputs and labels of one holder. Small sets are prepared (gathered, normalised) once, large ones as asked for."""
+    """Inputs and labels of one holder. Small sets are prepared (gathered, normalised) once, large ones as asked for.
+
+    What is stored stays where it is; what is prepared is on the device that works with it.
+    """
 
     PREPARE_UP_TO = 1 << 26  # numbers, i.e. 256 MB as float32
 
     def __init__(self, x: Tensor, y: Tensor, index: Tensor, prepare: Callable[[Tensor], Tensor]) -> None:
-        self.y = y[index]
-        self._stored, self._labels, self._index, self._prepare = x, y, index, prepare
+        self._stored, self._labels, self._index, self._prepare = x, y, index.to(x.device), prepare
         small = len(index) * x[:1].numel() <= self.PREPARE_UP_TO
-        self._ready = prepare(x[index]) if small else None
+        self._y = here(y[self._index])
+        self._ready = self._gather(self._index) if small else None
 
     def __len__(self) -> int:
-        return len(self.y)
+        return len(self._index)
+
+    @property
+    def y(self) -> Tensor:
+        """Labels."""
+        self._come()
+        return self._y
 
     def take(self, ids: Tensor) -> Samples:
         """Some of the samples, by their places among these."""
-        return Samples(self._stored, self._labels, self._index[ids], self._prepare)
+        return Samples(self._stored, self._labels, self._index[ids.to(self._index.device)], self._prepare)
 
     def x(self, ids: Tensor) -> Tensor:
         """Prepared inputs of these samples."""
+        self._come()
         if self._ready is not None:
             return self._ready[ids]
-        return self._prepare(self._stored[self._index[ids]])
+        return self._gather(self._index[ids.to(self._index.device)])
+
+    def _gather(self, index: Tensor) -> Tensor:
+        return self._prepare(here(self._stored[index]))
+
+    def _come(self) -> None:
+        """Move what is ready to where it is needed: some samples are gathered before a run begins."""
+        if self._y.device != current():
+            self._y = here(self._y)
+            self._ready = None if self._ready is None else here(self._ready)
 
     def parts(self, size: int) -> Iterator[Tensor]:
         """All prepared inputs in order, in nearly equal pieces of at most `size`."""

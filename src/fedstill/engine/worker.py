@@ -19,7 +19,7 @@ from fedstill.core.tree import Message, Tree
 from fedstill.data.federation import Federation
 from fedstill.methods.base import Method, fault
 from fedstill.train.client import Client
-from fedstill.train.evaluate import EVAL_BATCH, score
+from fedstill.train.evaluate import EVAL_BATCH, logits, score
 from fedstill.train.task import Samples, Task
 
 Source = Literal["test", "local"]
@@ -141,7 +141,7 @@ class Worker:
         test = Samples(held.x, held.y, index, self.task.dataset.normalise)
         metrics = {}
         if len(test):
-            predicted = torch.cat([client.net(x).argmax(1) for x in test.parts(EVAL_BATCH)])
+            predicted = torch.cat([logits(client.net, x).argmax(1) for x in test.parts(EVAL_BATCH)])
             metrics["local_accuracy"] = float((predicted == test.y).double().mean())
         if not self.method.global_model:
             split = self.task.dataset.test

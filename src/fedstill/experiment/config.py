@@ -18,7 +18,7 @@ from fedstill.core.errors import SettingError, unknown
 from fedstill.data import augment, sources
 from fedstill.data.tokens import FEWEST
 from fedstill.methods import registry
-from fedstill.train.task import BufferPolicy
+from fedstill.train.task import BufferPolicy, Precision
 
 IMAGE_MODEL, TEXT_MODEL = "lenet5", "transformer"  # unless another is named
 
@@ -109,6 +109,7 @@ class Config(BaseModel):
     momentum: float = Field(0.0, ge=0, lt=1, description="local momentum (sgd)")
     weight_decay: float = Field(0.0, ge=0, description="local weight decay")
     clip: float = Field(0.0, ge=0, description="largest gradient norm; 0: no clipping")
+    precision: Precision = Field("float32", description="of passes through the network; weights stay in float32")
     # regions
     regions: int = Field(1, ge=1, description="regions, each a federation of its own between episodes' ends; 1: none")
     rounds_per_episode: int = Field(5, ge=1, description="rounds after which the regions' models are merged")

@@ -88,6 +88,7 @@ def make_task(
         augment=augment.parse(config.augment),
         buffers=config.buffers,
         seed=config.seed,
+        precision=config.precision,
         proxy=proxy_samples(config, federation, proxy),
     )
     _check_fit(task, config)

@@ -19,6 +19,7 @@ from fedstill.models.base import Classifier
 from fedstill.models.norms import norms
 
 BufferPolicy = Literal["average", "local", "drop"]
+Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Task:
     augment: Augmentation | None = None
     buffers: BufferPolicy = "average"
     seed: int = 0
+    precision: Precision = "float32"  # of passes through the network; weights and losses are never in a lower one
     proxy: Samples | None = None  # unlabelled samples that nobody minds sharing, for methods that need them
 
     @cached_property
@@ -68,7 +70,13 @@ class Task:
 
     def build(self, purpose: str = "initial weights") -> FlatNet:
         """A network with weights drawn for a purpose: by default those that the run starts from."""
-        return self.seeded(purpose, lambda: FlatNet(self.make_network()))
+
+        def make() -> FlatNet:
+            net = self.make_network()
+            net.precision = torch.bfloat16 if self.precision == "bfloat16" else None
+            return FlatNet(net)
+
+        return self.seeded(purpose, make)
 
     def seeded(self, purpose: str, make: Callable[[], FlatNet]) -> FlatNet:
         """A network whose own random initialisation depends on the seed and the purpose alone, not on the device."""

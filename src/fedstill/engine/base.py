@@ -51,7 +51,7 @@ class Inline(Engine):
     def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
         # Through bytes and back, so that nothing passes here that would not pass a real wire.
         down = tree.decode(tree.encode(down))
-        for request in requests:
+        for group in self._worker.grouped(requests):
             with device.streams_kept():  # the caller's global stream is the caller's
-                answer = tree.encode(self._worker.handle(request, down))
-            yield tree.decode(answer)
+                answers = [tree.encode(answer) for answer in self._worker.handle_group(group, down)]
+            yield from map(tree.decode, answers)

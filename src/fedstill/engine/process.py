@@ -51,20 +51,20 @@ class Processes(Engine):
         self.deaths = 0
 
     def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
-        broadcast = tree.encode({"down": down})
-        while len(self._hands) < min(self._count, len(requests)):
+        broadcast, groups = tree.encode({"down": down}), self._worker.grouped(requests)
+        while len(self._hands) < min(self._count, len(groups)):
             self._hands.append(self._hire(self._hands))
-        todo = deque(range(len(requests)))
-        done: dict[int, Tree] = {}
+        todo = deque(range(len(groups)))
+        done: dict[int, list[Tree]] = {}
         deaths: dict[int, int] = {}
         # Far enough ahead to keep everyone busy behind one slow client, near enough to bound what waits here.
         window = 4 * _QUEUED * self._count
         try:
-            for place in range(len(requests)):
+            for place in range(len(groups)):
                 while place not in done:
                     for hand in list(self._hands):
                         while todo and todo[0] < place + window and len(hand.holds) < _QUEUED:
-                            if not self._give(hand, todo, requests, broadcast):
+                            if not self._give(hand, todo, groups, broadcast):
                                 self._replace(hand, todo, deaths)
                                 break
                     ready = wait([h.pipe for h in self._hands if h.holds])
@@ -77,7 +77,7 @@ class Processes(Engine):
                         if "error" in answer:
                             raise FedstillError(answer["error"])
                         done[hand.holds.popleft()] = answer["answer"]
-                yield done.pop(place)
+                yield from done.pop(place)
         except BaseException:
             self.close()  # answers still under way must not be taken for those of the next call
             raise
@@ -101,14 +101,14 @@ class Processes(Engine):
         theirs.close()
         return _Hand(process, ours)
 
-    def _give(self, hand: _Hand, todo: deque[int], requests: Sequence[Request], broadcast: bytes) -> bool:
-        """Hand over the next request; False if the worker is gone."""
-        request = requests[todo[0]]
+    def _give(self, hand: _Hand, todo: deque[int], groups: Sequence[Sequence[Request]], broadcast: bytes) -> bool:
+        """Hand over the next requests; False if the worker is gone."""
+        told = [{"kind": type(request).__name__, **asdict(request)} for request in groups[todo[0]]]
         try:
             if hand.knows is not broadcast:
                 hand.pipe.send_bytes(broadcast)
                 hand.knows = broadcast
-            hand.pipe.send_bytes(tree.encode({"kind": type(request).__name__, **asdict(request)}))
+            hand.pipe.send_bytes(tree.encode({"requests": told}))
         except OSError:
             return False
         hand.holds.append(todo.popleft())
@@ -161,7 +161,7 @@ def _serve(worker: Worker, pipe: Connection, inherited: list[Connection], parent
 
 
 def _work(worker: Worker, request: Tree, down: Message) -> Tree:
-    return worker.handle(made(request), down)
+    return worker.handle_group([made(told) for told in request["requests"]], down)
 
 
 def die_with_parent(parent: int) -> None:

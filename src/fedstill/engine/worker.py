@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -20,7 +20,9 @@ from fedstill.data.federation import Federation
 from fedstill.methods.base import Method, fault
 from fedstill.train.client import Client
 from fedstill.train.evaluate import EVAL_BATCH, logits, score
+from fedstill.train.loop import Objective
 from fedstill.train.task import Samples, Task
+from fedstill.train.together import can_be_joint, fit_together
 
 Source = Literal["test", "local"]
 
@@ -85,6 +87,7 @@ class Worker:
     store: Store
     regional: tuple[tuple[Task, Method], ...] = ()  # how the clients of each region train
     attack: Attack = Attack()  # noqa: RUF009 - it cannot change
+    together: int = 1  # clients of one size that are trained at once, at most
 
     def handle(self, request: Request, down: Message) -> Tree:
         """Do what is asked with what the server sent. The answer is data, ready for any wire."""
@@ -97,17 +100,57 @@ class Worker:
         if isinstance(request, Train) and self.regional:
             task, method = self.regional[request.region]
             return replace(self, task=task, method=method, regional=()).handle(request, down)
-        client = self._client(request, down)
+        client = self._client(self.task, request, down)
         if isinstance(request, Conclude):
             client.receive()
             return {"samples": len(client.data), "message": self.method.last_words(client), "metrics": {}}
-        return self._train(client, request)
+        objective = self._begin(client)
+        client.fit(objective)
+        return self._end(client, request)
 
-    def _client(self, request: Train | Conclude, down: Message) -> Client:
+    def grouped(self, requests: Sequence[Request]) -> list[list[Request]]:
+        """The requests, in their order, in groups that are worked on at once: clients of one size and region."""
+        groups: list[list[Request]] = []
+        for request in requests:
+            if groups and len(groups[-1]) < self.together and self._alike(groups[-1][0], request):
+                groups[-1].append(request)
+            else:
+                groups.append([request])
+        return groups
+
+    def _alike(self, a: Request, b: Request) -> bool:
+        if not (isinstance(a, Train) and isinstance(b, Train) and a.region == b.region):
+            return False
+        return bool(self.federation.sizes[a.client] == self.federation.sizes[b.client])
+
+    def handle_group(self, requests: Sequence[Request], down: Message) -> list[Tree]:
+        """The answers to a group of requests."""
+        training = [request for request in requests if isinstance(request, Train)]
+        if len(requests) == 1 or len(training) < len(requests):
+            return [self.handle(request, down) for request in requests]
+        task, method = self.regional[training[0].region] if self.regional else (self.task, self.method)
+        return replace(self, task=task, method=method, regional=())._train_together(training, down)
+
+    def _train_together(self, requests: Sequence[Train], down: Message) -> list[Tree]:
+        down = {name: here(part) for name, part in down.items()}
+        rows, tasks = self.task.abreast(len(requests))
+        clients = [self._client(task, request, down) for task, request in zip(tasks, requests, strict=True)]
+        objectives = [self._begin(client) for client in clients]
+        joint = can_be_joint(objectives)
+        if joint:
+            fit_together(rows, clients, objectives)
+        answers = []
+        for client, objective, request in zip(clients, objectives, requests, strict=True):
+            if not joint:
+                client.fit(objective)
+            answers.append(self._end(client, request))
+        return answers
+
+    def _client(self, task: Task, request: Train | Conclude, down: Message) -> Client:
         dataset, index = self.task.dataset, torch.from_numpy(self.federation.train(request.client))
         labels = self.attack.labels(request.client, dataset.train.y)
         return Client(
-            self.task,
+            task,
             request.client,
             request.round,
             Samples(dataset.train.x, labels, index, dataset.normalise),
@@ -115,10 +158,15 @@ class Worker:
             read_state=lambda: self.store.read(request.client, before=request.round) or {},
         )
 
-    def _train(self, client: Client, request: Train) -> dict[str, Any]:
+    def _begin(self, client: Client) -> Objective:
+        """What a client is to minimise, with its network at the weights to start from."""
         # For code that draws from PyTorch's global stream without asking for one of its own.
-        device.seed_layers(seeds.key(self.task.seed, "global stream", request.round, client.id))
-        message, declared = self.method.local(client), self.method.wire(self.task).up
+        device.seed_layers(seeds.key(self.task.seed, "global stream", client.round, client.id))
+        return self.method.set_out(client)
+
+    def _end(self, client: Client, request: Train) -> dict[str, Any]:
+        """What a client that has trained answers."""
+        message, declared = self.method.uplink(client), self.method.wire(self.task).up
         if self.attack.on_updates and client.id in self.attack.clients and fault(message, declared) is None:
             forged = self.attack.forged(message["model"], client.down["model"], client.flat, client.rng("attack"))
             message = message | {"model": forged}

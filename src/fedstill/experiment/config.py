@@ -134,6 +134,9 @@ class Config(BaseModel):
     device: str = Field(
         "cpu", description="cpu, cuda, cuda:1 and so on, or auto; on a GPU all work is done in this process"
     )
+    together: int = Field(
+        1, ge=1, description="clients of equal size trained at once (vmap); for GPUs, on a CPU slower"
+    )
     eval_every: int = Field(1, ge=0, description="evaluate every so many rounds; 0: only after the last")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
     save_models: int = Field(0, ge=0, description="keep the global model every so many rounds; 0: none")
@@ -160,13 +163,14 @@ DIVISION = {
     *("fraction", "imbalance_factor", "pool", "partition", "clients", "alpha", "min_size", "shards_per_client"),
     *("size_sigma", "min_share", "ratio", "samples_per_client", "test_fraction", "local_test"),
 }
-# Settings that a run may be resumed with another value of: they do not change what is computed, but for the rounding
-# of another device.
+# Settings that a run may be resumed with another value of: they do not change what is computed, but for
+# rounding (device, together).
 FREE = {
     "rounds",
     "workers",
     "engine",
     "device",
+    "together",
     "eval_every",
     "checkpoint_every",
     "min_clients",

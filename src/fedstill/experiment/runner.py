@@ -125,7 +125,10 @@ class Run:
         config = self.setup.config
         setup, regions = self.setup, self.setup.hierarchy.regions
         regional = () if setup.hierarchy.flat else tuple((region.task, region.method) for region in regions)
-        worker = Worker(setup.task, setup.federation, setup.method, self.directory.client_store, regional, setup.attack)
+        store = self.directory.client_store
+        worker = Worker(
+            setup.task, setup.federation, setup.method, store, regional, setup.attack, together=config.together
+        )
         with one_thread(), self._make_engine(worker) as engine:
             log.info("rounds %d to %d of %s", self.server.round + 1, config.rounds, config.method)
             if setup.attack.kind:

@@ -59,6 +59,17 @@ class Objective:
     modules: tuple[nn.Module, ...] = ()
     base: Loss = cross_entropy
 
+    def seen(self, batch: Batch) -> Tensor:
+        """What goes through the network in a step."""
+        return torch.cat([batch.x, self.inputs(batch)]) if self.inputs else batch.x
+
+    def loss(self, batch: Batch, out: Outputs) -> Tensor:
+        """The loss of a step, from what the network says of what it has seen."""
+        if self.inputs:
+            out = out.split(len(batch.y))
+        loss = self.base(batch, out)
+        return loss + self.term(batch, out) if self.term else loss
+
     def __add__(self, other: Objective) -> Objective:
         """Both at once: what a client side and a server side each ask of the client."""
         if cross_entropy not in (self.base, other.base):
@@ -160,17 +171,9 @@ def fit(
             layer.train(statistics and len(batch.y) > 1)
         if augment and changes:
             batch.x = augment(batch.x, changes)
-        x = batch.x
-        if objective.inputs:
-            x = torch.cat([x, objective.inputs(batch)])
-        out = outputs(module, x)
-        if objective.inputs:
-            out = out.split(len(batch.y))
-        loss = objective.base(batch, out)
-        if objective.term:
-            loss = loss + objective.term(batch, out)
+        loss = objective.loss(batch, outputs(module, objective.seen(batch)))
         if local.cosine:
-            _set_rate(optimizer, lr * (1 + math.cos(math.pi * steps / total_steps)) / 2)
+            set_rate(optimizer, lr * (1 + math.cos(math.pi * steps / total_steps)) / 2)
         optimizer.zero_grad()
         loss.backward()
         if objective.gradient and addend is not None:
@@ -190,14 +193,16 @@ def fit(
     return Fit(steps, float(total) / max(1, steps))
 
 
-def make_optimizer(params: list[nn.Parameter], local: LocalTraining, lr: float) -> torch.optim.Optimizer:
+def make_optimizer(
+    params: Sequence[Tensor], local: LocalTraining, lr: float, *, fused: bool = True
+) -> torch.optim.Optimizer:
     """A fresh optimiser. Its fused kernels save a Python loop over the parameters in every step."""
     if local.optimizer == "adam":
-        return torch.optim.Adam(params, lr=lr, weight_decay=local.weight_decay, fused=True)
-    return torch.optim.SGD(params, lr=lr, momentum=local.momentum, weight_decay=local.weight_decay, fused=True)
+        return torch.optim.Adam(params, lr=lr, weight_decay=local.weight_decay, fused=fused)
+    return torch.optim.SGD(params, lr=lr, momentum=local.momentum, weight_decay=local.weight_decay, fused=fused)
 
 
-def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
 

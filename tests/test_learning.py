@@ -295,7 +295,7 @@ def test_fedprox_is_a_frozen_dataclass_with_the_papers_names() -> None:
         (Adam, torch.optim.Adam, {"weight_decay": 0.01}),
     ],
 )
-def test_an_optimiser_takes_the_steps_of_pytorchs_own(ours: Any, theirs: Any, settings: dict[str, float]) -> None:
+def test_an_optimiser_takes_the_steps_of_pytorchs_own(ours: Any, theirs: Any, settings: dict[str, Any]) -> None:
     """Bit for bit, also where a parameter gets its first gradient late, and after its memory was kept and restored."""
     torch.manual_seed(0)
     mine = [nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)), nn.Parameter(torch.randn(5))]

@@ -66,12 +66,12 @@ def run(
     say(f"curves: {picture}\nall of it: {path}")
 
 
-def resume(directory: Path, rounds: int | None, *, tensorboard: bool = False) -> None:
+def resume(directory: Path, rounds: int | None, *, device: str | None = None, tensorboard: bool = False) -> None:
     if rounds is not None and rounds < 1:
         raise SettingError(f"--rounds {rounds}: at least 1 is needed")
     with run_in(directory) as display:
         listener = TensorBoard(directory, display) if tensorboard else display
-        result = api.resume(directory, rounds=rounds, listener=listener)
+        result = api.resume(directory, rounds=rounds, device=device, listener=listener)
     console.print(results_table({result.summary["method"]: result.summary}))
 
 

@@ -76,6 +76,7 @@ Model = Annotated[
 ]
 Workers = Annotated[int | None, _flag(HOW, "Worker processes; 0 is one a core. [0]")]
 Engine = Annotated[str | None, _flag(HOW, "Where clients run: process, inline (to debug) or flower. [process]")]
+Device = Annotated[str | None, _flag(HOW, "cpu, cuda, cuda:1 and so on, or auto: a GPU if there is one. [cpu]")]
 EvalEvery = Annotated[int | None, _flag(HOW, "Evaluate every so many rounds; 0 is only after the last. [1]")]
 Target = Annotated[float | None, _flag(HOW, "Accuracy, in (0, 1], whose first round is reported. [none]")]
 Sweep = Annotated[
@@ -132,6 +133,7 @@ def run(
     seed: Seed = None,
     workers: Workers = None,
     engine: Engine = None,
+    device: Device = None,
     eval_every: EvalEvery = None,
     out: Out = None,
     set_: Set = None,
@@ -171,6 +173,7 @@ def compare(
     seed: Seed = None,
     workers: Workers = None,
     engine: Engine = None,
+    device: Device = None,
     eval_every: EvalEvery = None,
     target: Target = None,
     seeds: Annotated[int, typer.Option(help="Repeat with so many seeds, from --seed on.", min=1)] = 1,
@@ -198,10 +201,11 @@ def compare(
 def resume(
     directory: Annotated[Path, typer.Argument(help="The directory of a run that was interrupted.")],
     rounds: Annotated[int | None, typer.Option(help="Go on to this round, also after the run had ended.")] = None,
+    device: Annotated[str | None, typer.Option(help="Go on here: cpu, cuda, cuda:1 and so on, or auto.")] = None,
     tensorboard: TensorBoard = False,
 ) -> None:
     """Continue a run after any interruption; the result is the same, bit for bit."""
-    _commands().resume(directory, rounds, tensorboard=tensorboard)
+    _commands().resume(directory, rounds, device=device, tensorboard=tensorboard)
 
 
 @app.command(rich_help_panel="Many machines")
@@ -242,6 +246,7 @@ def serve(
     lr: Lr = None,
     model: Model = None,
     seed: Seed = None,
+    device: Device = None,
     eval_every: EvalEvery = None,
     out: Out = None,
     set_: Set = None,
@@ -301,6 +306,7 @@ def join(
     data_dir: OwnDataDir = "",
     method: OwnMethod = "",
     model: OwnModel = "",
+    device: Annotated[str, typer.Option(help="Where the site trains: cpu, cuda, cuda:1 and so on, or auto.")] = "cpu",
     directory: Annotated[Path | None, typer.Option(help=r"What the site keeps between rounds. \[site-NAME]")] = None,
     insecure: Insecure = False,
 ) -> None:
@@ -311,7 +317,7 @@ def join(
     """
     importlib.import_module("fedstill.cli.network").join(
         server, key=key, ca=ca, directory=directory, insecure=insecure,
-        data=data, data_dir=data_dir, method=method, model=model,
+        data=data, data_dir=data_dir, method=method, model=model, device=device,
     )  # fmt: skip
 
 

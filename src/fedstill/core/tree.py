@@ -16,6 +16,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from fedstill.core.device import here
 from fedstill.core.errors import DataError
 
 Tree = Any
@@ -46,7 +47,7 @@ def _strip(node: Tree, tensors: dict[str, Tensor], memory: set[int]) -> Tree:
         if node.layout is not torch.strided:
             raise TypeError(f"cannot be kept or sent: a tensor of layout {node.layout}; make it dense")
         name = str(len(tensors))
-        tensor = node.detach().contiguous()
+        tensor = node.detach().cpu().contiguous()
         # safetensors refuses tensors that share memory: give each its own.
         tensors[name] = tensor.clone() if tensor.untyped_storage().data_ptr() in memory else tensor
         memory.add(tensor.untyped_storage().data_ptr())
@@ -68,7 +69,7 @@ def decode(data: bytes) -> Tree:
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         shape = json.loads(header["__metadata__"]["tree"])
-        return _fill(shape, load_tensors(data))
+        return _fill(shape, {name: here(tensor) for name, tensor in load_tensors(data).items()})
     except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise DataError(f"damaged data: {error}") from error
 

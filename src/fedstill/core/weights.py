@@ -12,6 +12,7 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fedstill.core.errors import SettingError
 
@@ -31,15 +32,19 @@ class Entry:
 
     def view(self, vector: Tensor) -> Tensor:
         """This tensor as a view of the vector."""
-        part = vector[self.start : self.stop]
+        return self.shaped(vector[self.start : self.stop])
+
+    def shaped(self, part: Tensor) -> Tensor:
+        """This tensor, given its numbers alone; of a matrix with a row for each network, all of them."""
+        many = part.shape[:-1]
         if len(self.shape) == 4:
             out, inner, height, width = self.shape
-            return part.view(out, height, width, inner).permute(0, 3, 1, 2)
-        return part.view(self.shape)
+            return part.view((*many, out, height, width, inner)).movedim(-1, -3)
+        return part.view((*many, *self.shape))
 
 
 class FlatNet:
-    """A network bound to a vector: its parameters and float buffers are views of `vector`.
+    """A network bound to a vector, its own or one that is given: its parameters and float buffers are views of it.
 
     >>> net = FlatNet(nn.Linear(2, 1))
     >>> _ = net.vector.fill_(1.0)
@@ -47,7 +52,7 @@ class FlatNet:
     3.0
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, vector: Tensor | None = None) -> None:
         self.module = module
         self.params = [p for p in module.parameters() if p.requires_grad]
         if not self.params:
@@ -56,7 +61,7 @@ class FlatNet:
         if len(dtypes) > 1 or not self.params[0].is_floating_point():
             raise SettingError(f"all trainable parameters must have one floating dtype, got {dtypes}")
         self.entries: list[Entry] = []
-        self._counters: list[tuple[Entry, Tensor]] = []  # integer buffers: copied, since they cannot be views
+        self.counters: list[tuple[Entry, Tensor]] = []  # integer buffers: copied, since they cannot be views
         named: list[tuple[str, Tensor, bool]] = [(n, p, True) for n, p in module.named_parameters() if p.requires_grad]
         named += [(n, b, False) for n, b in module.named_buffers() if b.numel() and not _is_constant(module, n)]
         start = 0
@@ -64,7 +69,8 @@ class FlatNet:
             self.entries.append(Entry(name, tuple(tensor.shape), start, trainable))
             start = self.entries[-1].stop
         self.trainable = sum(p.numel() for p in self.params)
-        self.vector = torch.empty(start, dtype=self.params[0].dtype)
+        like = self.params[0]
+        self.vector = torch.empty(start, dtype=like.dtype, device=like.device) if vector is None else vector
         with torch.no_grad():
             for entry, (_, tensor, _trainable) in zip(self.entries, named, strict=True):
                 view = entry.view(self.vector)
@@ -72,7 +78,17 @@ class FlatNet:
                 if tensor.dtype == self.vector.dtype:
                     tensor.data = view
                 else:
-                    self._counters.append((entry, tensor))
+                    self.counters.append((entry, tensor))
+
+    def to(self, device: torch.device) -> FlatNet:
+        """The network on this device; itself if it is there, else this one is of no further use."""
+        if self.vector.device == device:
+            return self
+        for layer in self.module.modules():
+            for name, p in layer.named_parameters(recurse=False):
+                if not p.requires_grad:
+                    layer.register_parameter(name, _frozen(p, device))
+        return FlatNet(self.module.to(device))
 
     @property
     def size(self) -> int:
@@ -83,13 +99,13 @@ class FlatNet:
     def load(self, vector: Tensor) -> None:
         """Take these weights."""
         self.vector.copy_(vector)
-        for entry, buffer in self._counters:
+        for entry, buffer in self.counters:
             buffer.copy_(entry.view(self.vector))
 
     @torch.no_grad()
     def read(self) -> Tensor:
         """A copy of the weights as they are now."""
-        for entry, buffer in self._counters:
+        for entry, buffer in self.counters:
             entry.view(self.vector).copy_(buffer)
         return self.vector.clone()
 
@@ -100,6 +116,17 @@ class FlatNet:
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """The vector as named tensors of ordinary shape and layout."""
         return {e.name: e.view(vector).contiguous() for e in self.entries}
+
+
+_FROZEN = WeakTensorKeyDictionary()
+
+
+def _frozen(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A frozen parameter on a device: one there for all networks that share it here, which keep what they have."""
+    copies: dict[torch.device, nn.Parameter] = _FROZEN.setdefault(parameter, {})
+    if device not in copies:
+        copies[device] = nn.Parameter(parameter.detach().to(device), requires_grad=False)
+    return copies[device]
 
 
 def _is_constant(module: nn.Module, name: str) -> bool:

@@ -6,6 +6,8 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
+from fedstill.core.device import here
+
 
 def class_auc(logits: Tensor, y: Tensor) -> Tensor:
     """Area under the ROC curve of each class's probability against all other classes, (C,).
@@ -18,7 +20,7 @@ def class_auc(logits: Tensor, y: Tensor) -> Tensor:
     """
     scores = logits.double().softmax(1)
     is_class = torch.nn.functional.one_hot(y, logits.shape[1]).double()
-    ranks = torch.from_numpy(rankdata(scores.numpy(), axis=0))
+    ranks = here(torch.from_numpy(rankdata(scores.cpu().numpy(), axis=0)))
     own, others = is_class.sum(0), (1 - is_class).sum(0)
     wins = (ranks * is_class).sum(0) - own * (own + 1) / 2
     return torch.where((own > 0) & (others > 0), wins / (own * others).clamp(min=1), 0.5)

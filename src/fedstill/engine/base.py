@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
-import torch
-
-from fedstill.core import tree
+from fedstill.core import device, tree
 from fedstill.core.tree import Message, Tree
 from fedstill.engine.worker import Request, Worker
 
@@ -45,7 +43,7 @@ class Engine(ABC):
 
 
 class Inline(Engine):
-    """Everything in the calling process: slow, and easy to debug."""
+    """Everything in the calling process: easy to debug, and the way to work on a GPU."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -53,7 +51,7 @@ class Inline(Engine):
     def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
         # Through bytes and back, so that nothing passes here that would not pass a real wire.
         down = tree.decode(tree.encode(down))
-        for request in requests:
-            with torch.random.fork_rng(devices=[]):  # the caller's global stream is the caller's
-                answer = tree.encode(self._worker.handle(request, down))
-            yield tree.decode(answer)
+        for group in self._worker.grouped(requests):
+            with device.streams_kept():  # the caller's global stream is the caller's
+                answers = [tree.encode(answer) for answer in self._worker.handle_group(group, down)]
+            yield from map(tree.decode, answers)

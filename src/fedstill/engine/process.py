@@ -53,20 +53,20 @@ class Processes(Engine):
         self.deaths = 0
 
     def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
-        broadcast = tree.encode(down)
-        while len(self._hands) < min(self._count, len(requests)):
+        broadcast, groups = tree.encode(down), self._worker.grouped(requests)
+        while len(self._hands) < min(self._count, len(groups)):
             self._hands.append(self._hire(self._hands))
-        todo = deque(range(len(requests)))
-        done: dict[int, Tree] = {}
+        todo = deque(range(len(groups)))
+        done: dict[int, list[Tree]] = {}
         deaths: dict[int, int] = {}
         # Far enough ahead to keep everyone busy behind one slow client, near enough to bound what waits here.
         window = 4 * _QUEUED * self._count
         try:
-            for place in range(len(requests)):
+            for place in range(len(groups)):
                 while place not in done:
                     for hand in list(self._hands):
                         while todo and todo[0] < place + window and len(hand.holds) < _QUEUED:
-                            if not self._give(hand, todo, requests, broadcast):
+                            if not self._give(hand, todo, groups, broadcast):
                                 self._replace(hand, todo, deaths)
                                 break
                     ready = wait([h.pipe for h in self._hands if h.holds])
@@ -79,7 +79,7 @@ class Processes(Engine):
                         if "error" in answer:
                             raise FedstillError(answer["error"])
                         done[hand.holds.popleft()] = answer["answer"]
-                yield done.pop(place)
+                yield from done.pop(place)
         except BaseException:
             self.close()  # answers still under way must not be taken for those of the next call
             raise
@@ -103,15 +103,15 @@ class Processes(Engine):
         theirs.close()
         return _Hand(process, ours)
 
-    def _give(self, hand: _Hand, todo: deque[int], requests: Sequence[Request], broadcast: bytes) -> bool:
-        """Hand over the next request; False if the worker is gone."""
-        request = requests[todo[0]]
+    def _give(self, hand: _Hand, todo: deque[int], groups: Sequence[Sequence[Request]], broadcast: bytes) -> bool:
+        """Hand over the next requests; False if the worker is gone."""
+        told = [{"kind": type(request).__name__, **vars(request)} for request in groups[todo[0]]]
         try:
             if hand.knows is not broadcast:
                 hand.pipe.send_bytes(_BROADCAST)
                 hand.pipe.send_bytes(broadcast)
                 hand.knows = broadcast
-            hand.pipe.send_bytes(json.dumps({"kind": type(request).__name__, **vars(request)}).encode())
+            hand.pipe.send_bytes(json.dumps(told).encode())
         except OSError:
             return False
         hand.holds.append(todo.popleft())
@@ -150,21 +150,21 @@ def _serve(worker: Worker, pipe: Connection, inherited: list[Connection], parent
     down: Message = {}
     while True:
         try:
-            request = pipe.recv_bytes()
-            if request == _BROADCAST:
+            told = pipe.recv_bytes()
+            if told == _BROADCAST:
                 down = tree.decode(pipe.recv_bytes())
                 continue
         except (EOFError, OSError):
             return
-        data = answered(partial(_work, worker, json.loads(request), down), tree.encode)
+        data = answered(partial(_work, worker, json.loads(told), down), tree.encode)
         try:
             pipe.send_bytes(data)
         except OSError:
             return
 
 
-def _work(worker: Worker, request: Tree, down: Message) -> Tree:
-    return worker.handle(made(request), down)
+def _work(worker: Worker, requests: list[dict[str, Any]], down: Message) -> Tree:
+    return worker.handle_group([made(told) for told in requests], down)
 
 
 def die_with_parent(parent: int) -> None:

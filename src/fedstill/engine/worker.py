@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from fedstill.attacks.attack import Attack
-from fedstill.core import seeds
+from fedstill.core import device, seeds
+from fedstill.core.device import here
 from fedstill.core.errors import FedstillError
 from fedstill.core.store import Store
 from fedstill.core.tree import Message, Tree
 from fedstill.data.federation import Federation
 from fedstill.methods.base import Method, fault
 from fedstill.train.client import Client
-from fedstill.train.evaluate import EVAL_BATCH, score
+from fedstill.train.evaluate import EVAL_BATCH, logits, score
+from fedstill.train.loop import Objective
 from fedstill.train.task import Samples, Task
+from fedstill.train.together import can_be_joint, fit_together
 
 Source = Literal["test", "local"]
 
@@ -85,28 +88,71 @@ class Worker:
     store: Store
     regional: tuple[tuple[Task, Method], ...] = ()  # how the clients of each region train
     attack: Attack = Attack()  # noqa: RUF009 - it cannot change
+    together: int = 1  # clients of one size that are trained at once, at most
 
     def handle(self, request: Request, down: Message) -> Tree:
         """Do what is asked with what the server sent. The answer is data, ready for any wire."""
+        down = {name: here(part) for name, part in down.items()}
         if isinstance(request, Score):
             x, y = self._stored(request)
             found = score(self.task, down["model"], x, y)
             # Where a test set is a client's own, only how often the model is right on it is anybody's business.
-            return found if request.source == "test" else {"right": (found["predicted"] == y).to(torch.int8)}
+            return found if request.source == "test" else {"right": (found["predicted"] == here(y)).to(torch.int8)}
         if isinstance(request, Train) and self.regional:
             task, method = self.regional[request.region]
             return replace(self, task=task, method=method, regional=()).handle(request, down)
-        client = self._client(request, down)
+        began, client = time.perf_counter(), self._client(self.task, request, down)
         if isinstance(request, Conclude):
             client.receive()
             return {"samples": len(client.data), "message": self.method.last_words(client), "metrics": {}}
-        return self._train(client, request)
+        objective = self._begin(client)
+        client.fit(objective)
+        return self._end(client, request, time.perf_counter() - began)
 
-    def _client(self, request: Train | Conclude, down: Message) -> Client:
+    def grouped(self, requests: Sequence[Request]) -> list[list[Request]]:
+        """The requests, in their order, in groups that are worked on at once: clients of one size and region."""
+        groups: list[list[Request]] = []
+        for request in requests:
+            if groups and len(groups[-1]) < self.together and self._alike(groups[-1][0], request):
+                groups[-1].append(request)
+            else:
+                groups.append([request])
+        return groups
+
+    def _alike(self, a: Request, b: Request) -> bool:
+        if not (isinstance(a, Train) and isinstance(b, Train) and a.region == b.region):
+            return False
+        return len(self.federation.train(a.client)) == len(self.federation.train(b.client))
+
+    def handle_group(self, requests: Sequence[Request], down: Message) -> list[Tree]:
+        """The answers to a group of requests."""
+        training = [request for request in requests if isinstance(request, Train)]
+        if len(requests) == 1 or len(training) < len(requests):
+            return [self.handle(request, down) for request in requests]
+        task, method = self.regional[training[0].region] if self.regional else (self.task, self.method)
+        return replace(self, task=task, method=method, regional=())._train_together(training, down)
+
+    def _train_together(self, requests: Sequence[Train], down: Message) -> list[Tree]:
+        down = {name: here(part) for name, part in down.items()}
+        began, (rows, tasks) = time.perf_counter(), self.task.abreast(len(requests))
+        clients = [self._client(task, request, down) for task, request in zip(tasks, requests, strict=True)]
+        objectives = [self._begin(client) for client in clients]
+        joint = can_be_joint(objectives)
+        if joint:
+            fit_together(rows, clients, objectives)
+        answers, share = [], (time.perf_counter() - began) / len(clients)
+        for client, objective, request in zip(clients, objectives, requests, strict=True):
+            began = time.perf_counter()
+            if not joint:
+                client.fit(objective)
+            answers.append(self._end(client, request, share + time.perf_counter() - began))
+        return answers
+
+    def _client(self, task: Task, request: Train | Conclude, down: Message) -> Client:
         dataset, index = self.task.dataset, torch.from_numpy(self.federation.train(request.client))
         labels = self.attack.labels(request.client, dataset.train.y)
         return Client(
-            self.task,
+            task,
             request.client,
             request.round,
             Samples(dataset.train.x, labels, index, dataset.normalise),
@@ -114,11 +160,15 @@ class Worker:
             read_state=lambda: self.store.read(request.client, before=request.round) or {},
         )
 
-    def _train(self, client: Client, request: Train) -> dict[str, Any]:
-        began = time.perf_counter()
+    def _begin(self, client: Client) -> Objective:
+        """What a client is to minimise, with its network at the weights to start from."""
         # For code that draws from PyTorch's global stream without asking for one of its own.
-        torch.default_generator.manual_seed(seeds.key(self.task.seed, "global stream", request.round, client.id))
-        message, declared = self.method.local(client), self.method.wire(self.task).up
+        device.seed_layers(seeds.key(self.task.seed, "global stream", client.round, client.id))
+        return self.method.set_out(client)
+
+    def _end(self, client: Client, request: Train, seconds: float) -> dict[str, Any]:
+        """What a client answers that has trained for so long."""
+        message, declared = self.method.uplink(client), self.method.wire(self.task).up
         if self.attack.on_updates and client.id in self.attack.clients and fault(message, declared) is None:
             forged = self.attack.forged(message["model"], client.down["model"], client.flat, client.rng("attack"))
             message = message | {"model": forged}
@@ -126,7 +176,7 @@ class Worker:
         if client.touched_state and fault(message, declared) is None:
             self.store.write(request.client, request.round, client.touched_state)
         metrics = {"train_loss": client.trained.loss} if client.trained else {}
-        metrics["seconds"] = time.perf_counter() - began
+        metrics["seconds"] = seconds
         if request.measure:
             metrics |= self._own_model(client)
         return {"samples": len(client.data), "message": message, "metrics": metrics}
@@ -142,12 +192,12 @@ class Worker:
         test = Samples(held.x, held.y, index, self.task.dataset.normalise)
         metrics = {}
         if len(test):
-            predicted = torch.cat([client.net(x).argmax(1) for x in test.parts(EVAL_BATCH)])
+            predicted = torch.cat([logits(client.net, x).argmax(1) for x in test.parts(EVAL_BATCH)])
             metrics["local_accuracy"] = float((predicted == test.y).double().mean())
         if not self.method.global_model:
             split = self.task.dataset.test
             found = score(self.task, client.flat.read(), split.x, split.y)
-            metrics["test_accuracy"] = float((found["predicted"] == split.y).double().mean())
+            metrics["test_accuracy"] = float((found["predicted"] == here(split.y)).double().mean())
             metrics["test_loss"] = float(found["loss"].double().mean())
         return metrics
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from fedstill.core import device as devices
 from fedstill.core.errors import SettingError
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
@@ -82,7 +83,7 @@ def start(config: Config, path: Path, *, force: bool = False, listener: Listener
 
 def carry_out(setup: Setup, path: Path, *, force: bool = False, listener: Listener | None = None) -> Result:
     """Carry out what is prepared in a new run directory, which works from wherever it is resumed."""
-    check_engine(setup.config.engine)
+    check_engine(setup.config)
     directory = RunDirectory.create(path, anchored(setup.config), force=force)
     if setup.task.dataset.tokenizer:
         directory.write("tokenizer.json", setup.task.dataset.tokenizer)
@@ -97,16 +98,23 @@ def resume(
     model: Network | None = None,
     proxy: Dataset | None = None,
     rounds: int | None = None,
+    device: str | None = None,
     listener: Listener | None = None,
 ) -> Result:
-    """Continue a run where it stopped, or with more `rounds` after it ended. Objects must be given again."""
+    """Continue a run where it stopped, or with more `rounds` after it ended, on another `device` if one is named.
+
+    Objects must be given again.
+    """
     directory = RunDirectory.open(Path(path))
     try:
         if directory.served:
             raise SettingError(f"{path} is a run of sites elsewhere; 'fedstill serve' with the same --out continues it")
         config = _continued(directory, rounds, {"method": method, "data": data, "model": model, "proxy": proxy})
+        if device is not None:
+            config = config.model_copy(update={"device": device})
+        check_engine(config)
         setup = prepare(config, data=data, model=model, method=method, proxy=proxy)
-        if rounds is not None:
+        if rounds is not None or device is not None:
             directory.write_config(config)  # now that it is known to work
     except BaseException:
         directory.release()
@@ -138,10 +146,10 @@ def execute(
 ) -> Result:
     """Carry out what is left to do in a run directory, on another engine than the settings name if one is given."""
     try:
-        with logging_to(directory.path / "log.txt"):
+        with logging_to(directory.path / "log.txt"), devices.on(devices.find(setup.config.device)):
             run = kind(setup, directory, listener, engine)
             summary = run.execute()
-        return Result(summary, run.records, run.trained(), directory.path)
+            return Result(summary, run.records, run.trained(), directory.path)
     finally:
         directory.release()
 

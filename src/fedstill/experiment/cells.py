@@ -15,13 +15,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from fedstill.core.device import CPU, find
 from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.core.files import read_json
 from fedstill.data.dataset import Dataset
 from fedstill.engine.process import die_with_parent
 from fedstill.experiment import api
 from fedstill.experiment.config import FREE, Config, anchored
-from fedstill.experiment.machine import cores, one_thread
+from fedstill.experiment.machine import check_engine, cores, one_thread
 from fedstill.experiment.rundir import Record, RunDirectory
 from fedstill.experiment.runner import Listener
 from fedstill.experiment.setup import data_source, load_data, prepare
@@ -108,6 +109,7 @@ def check(cells: Sequence[Cell]) -> None:
         source = data_source(config)
         if source not in datasets:
             datasets = {source: load_data(config)}  # one at a time
+        check_engine(config)
         prepare(config, data=datasets[source])
 
 
@@ -130,12 +132,15 @@ class Watcher:
 def carry_out(cells: Sequence[Cell], *, jobs: int = 0, watcher: Watcher | None = None) -> None:
     """Run the cells that are not finished, as many at a time as there are cores; each then has one worker.
 
+    On a GPU they run one at a time, unless `jobs` says otherwise.
+
     A cell that fails does not keep the others from ending; it is named when they have.
     """
     watcher, todo = watcher or Watcher(), [cell for cell in cells if not cell.finished]
     if not todo:
         return
-    jobs = min(jobs or cores(), len(todo))
+    on_gpu = any(find(cell.config.device) != CPU for cell in todo)
+    jobs = min(jobs or (1 if on_gpu else cores()), len(todo))
     workers = max(1, cores() // jobs)
     running: dict[Connection, tuple[Any, Cell]] = {}
     failed: dict[Path, str] = {}
@@ -209,7 +214,7 @@ def _one(cell: Cell, workers: int, pipe: Connection, parent: int) -> None:
                     update |= keeping(RunDirectory.open(cell.path, lock=False).config(), cell.config)
                 api.start(cell.config.model_copy(update=update), cell.path, force=again, listener=_Tell(tell))
             else:
-                api.resume(cell.path, rounds=cell.config.rounds, listener=_Tell(tell))
+                api.resume(cell.path, rounds=cell.config.rounds, device=cell.config.device, listener=_Tell(tell))
     except Exception as error:
         log.exception("%s", cell.path)
         tell({"error": str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)})

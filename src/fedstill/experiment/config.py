@@ -13,12 +13,12 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from fedstill.attacks.attack import AttackKind
-from fedstill.core import custom
+from fedstill.core import custom, device
 from fedstill.core.errors import SettingError, unknown
 from fedstill.data import augment, sources
 from fedstill.data.tokens import FEWEST
 from fedstill.methods import registry
-from fedstill.train.task import BufferPolicy
+from fedstill.train.task import BufferPolicy, Precision
 
 IMAGE_MODEL, TEXT_MODEL = "lenet5", "transformer"  # unless another is named
 
@@ -109,6 +109,7 @@ class Config(BaseModel):
     momentum: float = Field(0.0, ge=0, lt=1, description="local momentum (sgd)")
     weight_decay: float = Field(0.0, ge=0, description="local weight decay")
     clip: float = Field(0.0, ge=0, description="largest gradient norm; 0: no clipping")
+    precision: Precision = Field("float32", description="of passes through the network; weights stay in float32")
     # regions
     regions: int = Field(1, ge=1, description="regions, each a federation of its own between episodes' ends; 1: none")
     rounds_per_episode: int = Field(5, ge=1, description="rounds after which the regions' models are merged")
@@ -129,7 +130,13 @@ class Config(BaseModel):
     engine: Literal["process", "inline", "flower"] = Field(
         "process", description="worker processes, all in this one, or Flower's simulation engine"
     )
-    workers: int = Field(0, ge=0, description="worker processes; 0: one a core")
+    workers: int = Field(0, ge=0, description="worker processes; 0: one a core; on a GPU there are none")
+    device: str = Field(
+        "cpu", description="cpu, cuda, cuda:1 and so on, or auto; on a GPU all work is done in this process"
+    )
+    together: int = Field(
+        1, ge=1, description="clients of equal size trained at once (vmap); for GPUs, on a CPU slower"
+    )
     eval_every: int = Field(1, ge=0, description="evaluate every so many rounds; 0: only after the last")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
     save_models: int = Field(0, ge=0, description="keep the global model every so many rounds; 0: none")
@@ -156,11 +163,14 @@ DIVISION = {
     *("fraction", "imbalance_factor", "pool", "partition", "clients", "alpha", "min_size", "shards_per_client"),
     *("size_sigma", "min_share", "ratio", "samples_per_client", "test_fraction", "local_test"),
 }
-# Settings that a run may be resumed with another value of: they do not change what is computed.
+# Settings that a run may be resumed with another value of: they do not change what is computed, but for
+# rounding (device, together).
 FREE = {
     "rounds",
     "workers",
     "engine",
+    "device",
+    "together",
     "eval_every",
     "checkpoint_every",
     "min_clients",
@@ -237,6 +247,7 @@ def resolve(*layers: Mapping[str, Any], custom_method: bool = False) -> Config:
     except ValidationError as error:
         raise SettingError(registry.explain(error)) from error
     augment.parse(config.augment)
+    device.check(config.device)
     return config
 
 

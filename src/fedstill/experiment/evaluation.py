@@ -80,7 +80,7 @@ def _score(engine: Engine, model: Tensor, source: Source, n: int) -> dict[str, T
     bounds = np.linspace(0, n, -(-n // _SCORED_AT_ONCE) + 1).astype(int).tolist()
     requests = [Score(source, start, stop) for start, stop in pairwise(bounds)]
     answers = list(engine.run(requests, {"model": model})) or [_NOTHING]
-    return {key: torch.cat([answer[key] for answer in answers]) for key in answers[0]}
+    return {key: torch.cat([answer[key].cpu() for answer in answers]) for key in answers[0]}
 
 
 def confusion_matrix(labels: IntArray, predicted: IntArray, classes: int) -> IntArray:

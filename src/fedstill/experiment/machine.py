@@ -8,27 +8,33 @@ from contextlib import contextmanager
 
 import torch
 
+from fedstill.core import device
 from fedstill.core.errors import SettingError
 from fedstill.engine.base import Engine, Inline
 from fedstill.engine.process import Processes
 from fedstill.engine.worker import Worker
+from fedstill.experiment.config import Config
 
 
-def make_engine(kind: str, workers: int, worker: Worker) -> Engine:
-    """The engine by name; no number of workers means one a core."""
-    if kind == "inline":
+def make_engine(config: Config, worker: Worker) -> Engine:
+    """The engine that the settings name; no number of workers means one a core."""
+    check_engine(config)
+    kind, workers = config.engine, config.workers
+    if kind == "inline" or device.find(config.device) != device.CPU:  # a GPU that is in use cannot be forked
         return Inline(worker)
     if kind == "flower":
-        check_engine(kind)
         from fedstill.flower.simulation import Simulation
 
         return Simulation(worker, workers or cores())
     return Processes(worker, workers or cores())
 
 
-def check_engine(kind: str) -> None:
-    """Refuse an engine that is not installed, before anything is begun."""
-    if kind == "flower":
+def check_engine(config: Config) -> None:
+    """Refuse an engine that is not installed, or a device that is not there, before anything is begun."""
+    found = device.find(config.device)
+    if config.engine == "flower":
+        if found != device.CPU:
+            raise SettingError(f"device = {config.device!r}: engine = 'flower' works on the CPU; leave one of them out")
         try:
             import fedstill.flower.simulation  # noqa: F401
         except ImportError as error:

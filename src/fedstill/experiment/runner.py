@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from fedstill.core import seeds, tree
+from fedstill.core import device, seeds, tree
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import nbytes
 from fedstill.data.partition import IntArray
@@ -67,7 +67,7 @@ class Run:
         engine: Callable[[Worker], Engine] | None = None,
     ) -> None:
         self.setup, self.directory = setup, directory
-        self._make_engine = engine or partial(make_engine, setup.config.engine, setup.config.workers)
+        self._make_engine = engine or partial(make_engine, setup.config)
         self.listener = listener or Listener()
         hierarchy = setup.hierarchy
         only = hierarchy.regions[0] if hierarchy.flat else None
@@ -130,7 +130,10 @@ class Run:
         config = self.setup.config
         setup, regions = self.setup, self.setup.hierarchy.regions
         regional = () if setup.hierarchy.flat else tuple((region.task, region.method) for region in regions)
-        worker = Worker(setup.task, setup.federation, setup.method, self.directory.client_store, regional, setup.attack)
+        store = self.directory.client_store
+        worker = Worker(
+            setup.task, setup.federation, setup.method, store, regional, setup.attack, together=config.together
+        )
         with one_thread(), self._make_engine(worker) as engine:
             log.info("rounds %d to %d of %s", self.server.round + 1, config.rounds, config.method)
             if setup.attack.kind:
@@ -326,8 +329,8 @@ class Run:
     @contextmanager
     def _stream(self, purpose: str, *where: int) -> Iterator[None]:
         """PyTorch's global stream for layers, such as Dropout, that draw without asking for one of their own."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seeds.key(self.setup.config.seed, purpose, self.server.round, *where))
+        with device.streams_kept():
+            device.seed_layers(seeds.key(self.setup.config.seed, purpose, self.server.round, *where))
             yield
 
     def _models(self) -> dict[str, Tensor]:
@@ -384,7 +387,8 @@ class Run:
 
     def trained(self) -> nn.Module:
         """The trained network, the user's own if there is one; untrained if the method has no global model."""
-        net = self.setup.task.build()
+        with device.on(device.CPU):
+            net = self.setup.task.build()
         if self.setup.method.global_model:
             net.load(self.model())
         module = net.module.module if isinstance(net.module, Wrapped) else net.module

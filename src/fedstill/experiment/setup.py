@@ -27,6 +27,7 @@ from fedstill.models import as_classifier, build, image_size
 from fedstill.models.base import Classifier
 from fedstill.train.evaluate import outputs
 from fedstill.train.task import LocalTraining, Samples, Task, classifier
+from fedstill.train.together import check_together
 
 Network = nn.Module | Callable[[], nn.Module]
 
@@ -88,9 +89,12 @@ def make_task(
         augment=augment.parse(config.augment),
         buffers=config.buffers,
         seed=config.seed,
+        precision=config.precision,
         proxy=proxy_samples(config, federation, proxy),
     )
     _check_fit(task, config)
+    if config.together > 1:
+        check_together(task)
     return task
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.core.device import find, on
 from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.core.files import read_json, write_json
 from fedstill.core.store import Store
@@ -342,7 +343,8 @@ def serve(
 
 
 def _check(config: Config) -> None:
-    """Refuse what only a run on one machine can do."""
+    """Refuse what only a run on one machine can do, and a device that this one has not."""
+    find(config.device)
     if config.attack:
         raise SettingError("attack: sites that attack can be simulated on one machine, with 'fedstill run'")
     if not config.fixed_regions or config.late_clients or any(r.joins > 1 or r.leaves for r in config.region):
@@ -409,6 +411,7 @@ class Own:
     data_dir: str = ""
     method: str = ""  # a file (file.py:name): no file that a server names is ever run
     model: str = ""
+    device: str = "cpu"
 
     def config(self, text: str) -> Config:
         """The settings of a run, as a server sent them, with what is this site's own."""
@@ -422,7 +425,7 @@ class Own:
             known = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
             if not known and value not in files.values():
                 raise SettingError(f"the run has a {name} that is no name but a file, {value}; give yours to the site")
-        return resolve(told, {"data_dir": self.data_dir})
+        return resolve(told, {"data_dir": self.data_dir, "device": self.device})
 
 
 class Site:
@@ -431,6 +434,7 @@ class Site:
     def __init__(self, directory: Path, own: Own | None = None) -> None:
         """Without `data` of its own, a site has its share of what the run divides, to try things out."""
         self._directory, self._own = directory, own or Own()
+        self._device = find(self._own.device)
         self._ready: tuple[dict[str, Any], Worker] | None = None
 
     def handle(self, asked: Tree) -> Tree:
@@ -439,7 +443,7 @@ class Site:
         if body is None:
             return {"samples": [len(worker.federation.train_index)], "tests": [len(worker.federation.test_index)]}
         request = made(body)
-        with one_thread():
+        with one_thread(), on(self._device):
             if isinstance(request, Score):
                 whole = Score("local", 0, len(worker.federation.test_index))
                 return {"hits": [int(worker.handle(whole, asked["down"])["right"].sum())]}

@@ -29,7 +29,7 @@ def to_records(tree: Tree) -> RecordDict:
         if isinstance(node, Tensor):
             while place in arrays:  # a name of the user's own may look like a place
                 place += "'"
-            arrays[place] = Array(node.detach().contiguous().numpy())
+            arrays[place] = Array(node.detach().cpu().contiguous().numpy())
             return {_TENSOR: place}
         if isinstance(node, dict):
             return {key: strip(value, f"{place}/{key}" if place else key) for key, value in node.items()}

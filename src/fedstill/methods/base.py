@@ -207,10 +207,15 @@ class Method:
         client.receive()
 
     @final
+    def set_out(self, client: Client) -> Objective:
+        """A client's round up to its training."""
+        self.receive(client)
+        return self.objective(client)
+
+    @final
     def local(self, client: Client) -> Message:
         """A client's whole round."""
-        self.receive(client)
-        client.fit(self.objective(client))
+        client.fit(self.set_out(client))
         return self.uplink(client)
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:

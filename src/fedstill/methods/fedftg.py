@@ -19,6 +19,7 @@ from fedstill.distill.stage import train_student
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.client import Client
+from fedstill.train.evaluate import logits
 from fedstill.train.losses import soft_kl
 from fedstill.train.optimizers import SGD, Adam, descend
 from fedstill.train.task import Task, classifier
@@ -78,7 +79,7 @@ class FedFTG(ServerSide):
             student.eval()  # the generator's steps leave its statistics alone
             for weight, teacher in zip(weights, teachers, strict=True):
                 made = generator.module(z, y)
-                said, taught = student(made), teacher(made)
+                said, taught = logits(student, made), logits(teacher, made)
                 differ = (weight[y].unsqueeze(1) * (said - taught.detach()).abs()).mean()
                 known = (weight[y] * F.cross_entropy(taught, y, reduction="none")).mean()
                 spread = diversity(z, made) / len(teachers)
@@ -86,12 +87,12 @@ class FedFTG(ServerSide):
                 descend(loss, generator.params, adam)
             with torch.no_grad():
                 made = generator.module(z, y)
-                soft = torch.stack([teacher(made).softmax(1) for teacher in teachers])
+                soft = torch.stack([logits(teacher, made).softmax(1) for teacher in teachers])
                 target = (weights[:, y].unsqueeze(2) * soft).sum(0)
             train_student(student, task)
             for _ in range(self.student_steps):
                 sgd.clear()
-                (soft_kl(target, student(made)) / task.classes).backward()  # a mean over classes too
+                (soft_kl(target, logits(student, made)) / task.classes).backward()  # a mean over classes too
                 sgd.step()
         server.model = flat.read()
         server.state["image generator"] = generator.read()

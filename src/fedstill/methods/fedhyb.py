@@ -19,7 +19,7 @@ from fedstill.methods.dafkd import DaFKD
 from fedstill.methods.server_side import ServerSide
 from fedstill.models.slim import check_sliceable, slimmed
 from fedstill.train.client import Client
-from fedstill.train.evaluate import Outputs, require_features
+from fedstill.train.evaluate import Outputs, logits, require_features
 from fedstill.train.loop import Batch, Objective
 from fedstill.train.losses import kl, soft_kl
 from fedstill.train.task import LocalTraining, Samples, Task, classifier
@@ -89,7 +89,7 @@ class FedHyb(ServerSide):
             for m in range(self.M):
                 width = self.min_width + (1 - self.min_width) * (float(torch.rand((), generator=rng)) if m else 0.0)
                 with slimmed(client.net, width) as sub:
-                    said = sub(self.transformed(batch.x, rng))
+                    said = logits(sub, self.transformed(batch.x, rng))
                 total = total + self.weighted(out.logits.detach(), said, batch.y)
             return self.a * total
 

@@ -20,7 +20,7 @@ from fedstill.distill.generators import ImageGenerator, check_image_shape, to_in
 from fedstill.methods.base import Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.train.client import Client
-from fedstill.train.evaluate import Outputs, load_for_evaluation, outputs, require_features
+from fedstill.train.evaluate import Outputs, load_for_evaluation, logits, outputs, require_features
 from fedstill.train.loop import Batch, Objective
 from fedstill.train.losses import kl
 from fedstill.train.optimizers import Adam, descend
@@ -118,7 +118,7 @@ class FedKF(FedAvg):
             loss = self.generator_loss(taught)
             if self.gen_adversarial:
                 client.net.eval()  # only its own steps may move the student's statistics
-                loss = loss - self.gamma * kl(taught.logits, client.net(pictures))
+                loss = loss - self.gamma * kl(taught.logits, logits(client.net, pictures))
                 client.net.train()
             descend(loss, generator.params, adam)
 

@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
+from fedstill.core.device import here
 from fedstill.methods.base import Server, Uplink
 from fedstill.methods.fedavg import FedAvg
 
@@ -35,7 +36,8 @@ class FedMGDAPlus(FedAvg):
         lengths = drifts[:, :trainable].norm(dim=1, keepdim=True).clamp(min=1e-12)
         g = drifts[:, :trainable] / lengths
         samples = np.array([up.samples for up in ups], float)
-        weights = torch.from_numpy(common_descent((g @ g.T).numpy(), samples / samples.sum(), self.epsilon))
+        gram = (g @ g.T).cpu().numpy()
+        weights = here(torch.from_numpy(common_descent(gram, samples / samples.sum(), self.epsilon)))
         model = w_t - weights @ drifts  # buffers: the weighted mean
         model[:trainable] = w_t[:trainable] - self.eta * (weights @ g)
         server.model = model.to(server.model.dtype)

@@ -18,6 +18,7 @@ class Classifier(nn.Module):
 
     head: nn.Module
     feature_dim: int
+    precision: torch.dtype | None = None  # in which a pass is computed where that is enough; None: that of the weights
 
     def features(self, x: Tensor) -> Tensor:
         """The penultimate features, (B, feature_dim)."""

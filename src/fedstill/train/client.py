@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.core import seeds
+from fedstill.core import device, seeds
 from fedstill.core.tree import Message
 from fedstill.core.weights import FlatNet
 from fedstill.models.base import Classifier
@@ -84,7 +84,7 @@ class Client:
     def fit(self, objective: Objective) -> Fit:
         """Train the network on the local data."""
         # Layers that draw for themselves (dropout) use PyTorch's global stream.
-        torch.default_generator.manual_seed(seeds.key(self.task.seed, "layers", self.round, self.id))
+        device.seed_layers(seeds.key(self.task.seed, "layers", self.round, self.id))
         self.trained = fit(
             self.flat,
             self.data,

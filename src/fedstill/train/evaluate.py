@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedstill.core.device import here
 from fedstill.core.errors import SettingError
 from fedstill.core.weights import FlatNet
 from fedstill.models.base import Classifier
@@ -32,14 +34,30 @@ class Outputs:
 
 def outputs(module: Classifier, x: Tensor) -> Outputs:
     """Logits and penultimate features in one pass."""
-    return Outputs(*module.both(x))
+    said, features = _pass(module, module.both, x)
+    return Outputs(said, features)
+
+
+def logits(module: Classifier, x: Tensor) -> Tensor:
+    """Logits alone."""
+    (found,) = _pass(module, lambda x: (module(x),), x)
+    return found
+
+
+def _pass(module: Classifier, through: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tuple[Tensor, ...]:
+    """A pass at the network's precision; losses are computed in float32 whatever that is."""
+    if module.precision is None:
+        return through(x)
+    with torch.autocast(x.device.type, module.precision):
+        found = through(x)
+    return tuple(part.float() if part.dtype == module.precision else part for part in found)
 
 
 @torch.no_grad()
 def require_features(task: Task, who: str) -> None:
     """Refuse a network that does not show its penultimate features, for a method that works on them."""
     net = classifier(task.nets.get("student")).eval()
-    if outputs(net, task.dataset.normalise(task.dataset.train.x[:2])).features.shape[1] == 0:
+    if outputs(net, task.dataset.normalise(here(task.dataset.train.x[:2]))).features.shape[1] == 0:
         raise SettingError(
             f"{who} works on the network's penultimate features, and this one shows none: it must end in a Linear "
             "layer, or derive from fedstill.Classifier"
@@ -75,7 +93,7 @@ def score(task: Task, vector: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]
     losses, predicted = [], []
     parts = max(1, -(-len(y) // EVAL_BATCH))  # of nearly equal size: BatchNorm by the batch cannot do with one sample
     for xs, ys in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True):
-        logits = net.module(task.dataset.normalise(xs))
-        losses.append(F.cross_entropy(logits, ys, reduction="none"))
-        predicted.append(logits.argmax(1))
+        said = logits(classifier(net), task.dataset.normalise(here(xs)))
+        losses.append(F.cross_entropy(said, here(ys), reduction="none"))
+        predicted.append(said.argmax(1))
     return {"loss": torch.cat(losses), "predicted": torch.cat(predicted)}

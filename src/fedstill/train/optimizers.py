@@ -20,8 +20,8 @@ from fedstill.core.tree import Tree
 class Optimizer(ABC):
     """Moves parameters against their gradients; those without one stay."""
 
-    def __init__(self, params: Iterable[Tensor], lr: float, weight_decay: float) -> None:
-        self.params, self.lr, self.weight_decay = list(params), lr, weight_decay
+    def __init__(self, params: Iterable[Tensor], lr: float, weight_decay: float, fused: bool) -> None:
+        self.params, self.lr, self.weight_decay, self.fused = list(params), lr, weight_decay, fused
 
     def clear(self) -> None:
         """Forget the gradients."""
@@ -42,16 +42,22 @@ class SGD(Optimizer):
     """Stochastic gradient descent, with momentum where it is set."""
 
     def __init__(
-        self, params: Iterable[Tensor], lr: float, *, momentum: float = 0.0, weight_decay: float = 0.0
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        *,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        fused: bool = True,
     ) -> None:
-        super().__init__(params, lr, weight_decay)
+        super().__init__(params, lr, weight_decay, fused)
         self._momentum = momentum
         self._velocity: list[Tensor | None] = [None] * len(self.params)
 
     def _move(self, places: list[int], params: list[Tensor], gradients: list[Tensor]) -> None:
         velocity = [self._velocity[i] for i in places]
         sgd(
-            params, gradients, velocity, fused=True, lr=self.lr, momentum=self._momentum,
+            params, gradients, velocity, fused=self.fused, lr=self.lr, momentum=self._momentum,
             weight_decay=self.weight_decay, dampening=0.0, nesterov=False, maximize=False,
         )  # fmt: skip
         for i, v in zip(places, velocity, strict=True):
@@ -61,8 +67,8 @@ class SGD(Optimizer):
 class Adam(Optimizer):
     """Adam, which can be kept and restored."""
 
-    def __init__(self, params: Iterable[Tensor], lr: float, *, weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr, weight_decay)
+    def __init__(self, params: Iterable[Tensor], lr: float, *, weight_decay: float = 0.0, fused: bool = True) -> None:
+        super().__init__(params, lr, weight_decay, fused)
         self._memory: dict[int, dict[str, Tensor]] = {}  # of each parameter that has been moved
 
     def _move(self, places: list[int], params: list[Tensor], gradients: list[Tensor]) -> None:
@@ -72,7 +78,7 @@ class Adam(Optimizer):
                 self._memory[i] = {"step": torch.zeros((), device=p.device), **empty}
         steps, means, squares = ([self._memory[i][name] for i in places] for name in ("step", "exp_avg", "exp_avg_sq"))
         adam(
-            params, gradients, means, squares, [], steps, fused=True, amsgrad=False, beta1=0.9, beta2=0.999,
+            params, gradients, means, squares, [], steps, fused=self.fused, amsgrad=False, beta1=0.9, beta2=0.999,
             lr=self.lr, weight_decay=self.weight_decay, eps=1e-8, maximize=False,
         )  # fmt: skip
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core import seeds
+from fedstill.core.device import CPU, current, here, on
 from fedstill.core.weights import FlatNet
 from fedstill.data.augment import Augmentation
 from fedstill.data.dataset import Dataset
@@ -18,6 +19,7 @@ from fedstill.models.base import Classifier
 from fedstill.models.norms import norms
 
 BufferPolicy = Literal["average", "local", "drop"]
+Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Task:
     augment: Augmentation | None = None
     buffers: BufferPolicy = "average"
     seed: int = 0
+    precision: Precision = "float32"  # of passes through the network; weights and losses are never in a lower one
     proxy: Samples | None = None  # unlabelled samples that nobody minds sharing, for methods that need them
 
     @cached_property
@@ -56,26 +59,47 @@ class Task:
         """Networks to load weights into, kept for reuse. One set for each process."""
         return Nets(self.build)
 
-    @cached_property
+    @property
     def initial(self) -> Tensor:
         """The weights that every run with this seed starts from."""
+        return here(self._initial)
+
+    @cached_property
+    def _initial(self) -> Tensor:
         return self.build().read()
 
     def build(self, purpose: str = "initial weights") -> FlatNet:
         """A network with weights drawn for a purpose: by default those that the run starts from."""
-        return self.seeded(purpose, lambda: FlatNet(self.make_network()))
+
+        def make() -> FlatNet:
+            net = self.make_network()
+            net.precision = torch.bfloat16 if self.precision == "bfloat16" else None
+            return FlatNet(net)
+
+        return self.seeded(purpose, make)
 
     def seeded(self, purpose: str, make: Callable[[], FlatNet]) -> FlatNet:
-        """A network whose own random initialisation depends on the seed and the purpose alone."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seeds.key(self.seed, purpose))
-            return make()
+        """A network whose own random initialisation depends on the seed and the purpose alone, not on the device."""
+        with on(CPU), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seeds.key(self.seed, purpose))
+            net = make()
+        return net.to(current())
 
     def trained_as(self, local: LocalTraining) -> Task:
         """The same task with clients that train in another way; networks are shared."""
-        other = replace(self, local=local)
-        other.__dict__.update(nets=self.nets, initial=self.initial)
-        return other
+        return replace(self, local=local)._with(self.nets, self._initial)
+
+    def abreast(self, count: int) -> tuple[Tensor, list[Task]]:
+        """The same task for each of several clients at once, with networks of its own.
+
+        The weights that they train are the rows of the matrix.
+        """
+        rows, sets = self.nets.abreast(count)
+        return rows, [replace(self)._with(nets, self._initial) for nets in sets]
+
+    def _with(self, nets: Nets, initial: Tensor) -> Task:
+        self.__dict__.update(nets=nets, _initial=initial)
+        return self
 
     @property
     def classes(self) -> int:
@@ -119,16 +143,32 @@ class Task:
 
 
 class Nets:
-    """One network for each role (`student`, `teacher`, …), made when first asked for and loaded anew each time."""
+    """One network for each role (`student`, `teacher`, …), made when first asked for and loaded anew each time.
+
+    Each is there once for every device that asks.
+    """
 
     def __init__(self, build: Callable[[], FlatNet]) -> None:
         self._build = build
-        self._nets: dict[str, FlatNet] = {}
+        self._nets: dict[tuple[str, torch.device], FlatNet] = {}
+        self._abreast: dict[torch.device, tuple[Tensor, list[Nets]]] = {}
 
     def get(self, role: str, build: Callable[[], FlatNet] | None = None) -> FlatNet:
-        if role not in self._nets:
-            self._nets[role] = (build or self._build)()
-        return self._nets[role]
+        key = role, current()
+        if key not in self._nets:
+            self._nets[key] = (build or self._build)()
+        return self._nets[key]
+
+    def abreast(self, count: int) -> tuple[Tensor, list[Nets]]:
+        """Further sets, and a matrix whose rows are the weights of their students."""
+        rows, sets = self._abreast.get(current(), (torch.empty(0), []))
+        if len(sets) < count:
+            students = [self._build() for _ in range(count)]
+            rows, sets = torch.stack([net.vector for net in students]), [Nets(self._build) for _ in students]
+            for nets, net, row in zip(sets, students, rows, strict=True):
+                nets._nets["student", current()] = FlatNet(net.module, row)
+            self._abreast[current()] = rows, sets
+        return rows[:count], sets[:count]
 
 
 def classifier(net: FlatNet) -> Classifier:
@@ -138,28 +178,47 @@ def classifier(net: FlatNet) -> Classifier:
 
 
 class Samples:
-    """Inputs and labels of one holder. Small sets are prepared (gathered, normalised) once, large ones as asked for."""
+    """Inputs and labels of one holder. Small sets are prepared (gathered, normalised) once, large ones as asked for.
+
+    What is stored stays where it is; what is prepared is on the device that works with it.
+    """
 
     PREPARE_UP_TO = 1 << 26  # numbers, i.e. 256 MB as float32
 
     def __init__(self, x: Tensor, y: Tensor, index: Tensor, prepare: Callable[[Tensor], Tensor]) -> None:
-        self.y = y[index]
-        self._stored, self._labels, self._index, self._prepare = x, y, index, prepare
+        self._stored, self._labels, self._index, self._prepare = x, y, index.to(x.device), prepare
         small = len(index) * x[:1].numel() <= self.PREPARE_UP_TO
-        self._ready = prepare(x[index]) if small else None
+        self._y = here(y[self._index])
+        self._ready = self._gather(self._index) if small else None
 
     def __len__(self) -> int:
-        return len(self.y)
+        return len(self._index)
+
+    @property
+    def y(self) -> Tensor:
+        """Labels."""
+        self._come()
+        return self._y
 
     def take(self, ids: Tensor) -> Samples:
         """Some of the samples, by their places among these."""
-        return Samples(self._stored, self._labels, self._index[ids], self._prepare)
+        return Samples(self._stored, self._labels, self._index[ids.to(self._index.device)], self._prepare)
 
     def x(self, ids: Tensor) -> Tensor:
         """Prepared inputs of these samples."""
+        self._come()
         if self._ready is not None:
             return self._ready[ids]
-        return self._prepare(self._stored[self._index[ids]])
+        return self._gather(self._index[ids.to(self._index.device)])
+
+    def _gather(self, index: Tensor) -> Tensor:
+        return self._prepare(here(self._stored[index]))
+
+    def _come(self) -> None:
+        """Move what is ready to where it is needed: some samples are gathered before a run begins."""
+        if self._y.device != current():
+            self._y = here(self._y)
+            self._ready = None if self._ready is None else here(self._ready)
 
     def parts(self, size: int) -> Iterator[Tensor]:
         """All prepared inputs in order, in nearly equal pieces of at most `size`."""

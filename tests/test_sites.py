@@ -79,7 +79,7 @@ NUMBERS = ("round", "accuracy", "loss", "amp", "fm", "wlp", "local_accuracy", "t
         ("fedavg+ccvr", {}),
         ("fedavg+f2l", {"regions": 2, "rounds_per_episode": 1, "pool": 0.2}),
         ("fedhyb", {"proxy": "pool", "pool": 0.2}),
-        ("fedgkd", {"data": "sst-mini", "model": "bag", "image_size": 0, "fraction": 0.5}),
+        ("fedgkd", {"data": "glosses-mini", "model": "bag", "image_size": 0, "fraction": 0.5}),
     ],
 )
 def test_sites_come_to_the_bits_of_a_run_on_one_machine(tmp_path: Path, method: str, settings: dict[str, Any]) -> None:

@@ -766,6 +766,20 @@ def test_a_run_on_text_from_the_command_line_repeats_from_its_file(tmp_path: Pat
     assert (tmp_path / "once" / "tokenizer.json").read_text(encoding="utf-8") == used
 
 
+def test_a_dry_run_asks_nothing_of_the_hub_and_shows_how_text_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSTILL_OFFLINE", "0")
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("it went to the network"))
+    answer = commandline.fedstill("run", "fedavg", "--data", "glosses-mini", "--model", "distilbert", "--dry-run")
+    assert answer.code == 0, answer
+    assert 'optimizer = "adam"\nlr = 0.001\n' in answer.out
+
+
+def test_help_names_what_text_takes() -> None:
+    said = " ".join(commandline.fedstill("run", "--help").out.replace("│", " ").split())
+    for word in ("transformer, bag, distilbert", ".csv of text"):
+        assert word in said
+
+
 def test_the_list_of_methods_says_which_do_not_take_text() -> None:
     answer = commandline.fedstill("methods", "--data", "glosses-mini", "--model", "bag", "--set", "vocabulary=300")
     assert answer.code == 0, answer

@@ -101,7 +101,7 @@ def alone(out: Path, method: str, **settings: Any) -> Any:
         ("fedavg+t1+f2l", {}),
         ("fedavg", {}),
         ("fedgkd-vote+f2l", {"buffer": 2}),
-        ("fedavg+f2l", {"data": "sst-mini", "model": "bag", "image_size": 0, "fraction": 0.5}),
+        ("fedavg+f2l", {"data": "glosses-mini", "model": "bag", "image_size": 0, "fraction": 0.5}),
     ],
 )
 def test_regions_come_to_the_bits_of_a_run_on_one_machine(

@@ -14,7 +14,9 @@ from conftest import SMALL
 
 import fedstill
 from fedstill.core import tree
+from fedstill.core.errors import SettingError
 from fedstill.core.tree import Tree
+from fedstill.data import tokens
 from fedstill.experiment.config import resolve
 from fedstill.experiment.rundir import RunDirectory
 from fedstill.experiment.runner import Listener
@@ -79,7 +81,7 @@ NUMBERS = ("round", "accuracy", "loss", "amp", "fm", "wlp", "local_accuracy", "t
         ("fedavg+ccvr", {}),
         ("fedavg+f2l", {"regions": 2, "rounds_per_episode": 1, "pool": 0.2}),
         ("fedhyb", {"proxy": "pool", "pool": 0.2}),
-        ("fedgkd", {"data": "sst-mini", "model": "bag", "image_size": 0, "fraction": 0.5}),
+        ("fedgkd", {"data": "glosses-mini", "model": "bag", "image_size": 0, "fraction": 0.5}),
     ],
 )
 def test_sites_come_to_the_bits_of_a_run_on_one_machine(tmp_path: Path, method: str, settings: dict[str, Any]) -> None:
@@ -88,6 +90,41 @@ def test_sites_come_to_the_bits_of_a_run_on_one_machine(tmp_path: Path, method: 
     assert weights(tmp_path / "served") == weights(tmp_path / "alone")
     for ours, theirs in zip(here.records, there.records, strict=True):
         assert {k: ours[k] for k in NUMBERS} == {k: theirs[k] for k in NUMBERS}
+
+
+def test_sites_begin_with_an_encoder_of_their_own_that_is_the_servers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    shape = {"dim": 16, "hidden_dim": 32, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 16}
+    texts = ["a plant of the family", "a small animal"] * 9
+    for name in ("server", "site", "other"):
+        torch.manual_seed(name == "other")
+        config = transformers.DistilBertConfig(vocab_size=300, **shape)
+        transformers.DistilBertModel(config).save_pretrained(tmp_path / name)
+        (tmp_path / name / "tokenizer.json").write_text(tokens.trained(texts, 300), encoding="utf-8")
+    options = {"pretrained": str(tmp_path / "server"), "lora": 2}
+    settings: dict[str, Any] = {
+        "data": "glosses-mini",
+        "image_size": 0,
+        "max_length": 16,
+        "model": "distilbert",
+        "fraction": 0.5,
+    }
+    settings |= {"model_options": options, "rounds": 1}
+
+    def wire(name: str) -> Wire:
+        made = Wire(tmp_path / f"sites of {name}")
+        made.sites = {site: Site(tmp_path / name / site, Own(pretrained=str(tmp_path / name))) for site in NAMES}
+        return made
+
+    served(wire("site"), tmp_path / "served", **settings)
+    alone(tmp_path / "alone", **settings)
+    assert weights(tmp_path / "served") == weights(tmp_path / "alone")
+    assert (tmp_path / "served" / "tokenizer.json").is_file()
+    with pytest.raises(SettingError, match="frozen part of the network is not the server's"):
+        served(wire("other"), tmp_path / "refused", **settings)
+    with pytest.raises(SettingError, match="give yours to the site"):
+        served(Wire(tmp_path), tmp_path / "unnamed", **settings)
 
 
 def test_the_server_never_sees_a_sample_or_a_label(tmp_path: Path) -> None:

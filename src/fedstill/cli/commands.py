@@ -30,7 +30,7 @@ from fedstill.experiment.config import (
 )
 from fedstill.experiment.reteach import SavedEpisode
 from fedstill.experiment.rundir import Record, RunDirectory
-from fedstill.experiment.setup import divide, load_data, prepare
+from fedstill.experiment.setup import divide, load_data, prepare, prepare_again
 from fedstill.methods import registry
 from fedstill.methods.base import Part
 
@@ -131,7 +131,7 @@ def episodes(directory: Path, *, classes: bool, out: Path | None) -> None:
     console.print(shown)
     last = next((episode for episode in reversed(met) if "student" in episode), None)
     if classes:
-        _print_reliability(met[-1], prepare(run_directory.config()).federation.dataset.classes)
+        _print_reliability(met[-1], prepare_again(run_directory, run_directory.config()).federation.dataset.classes)
     if out and last:
         matrices = {name: teacher["confusion"] for name, teacher in last["teachers"].items()}
         from fedstill.report.confusion import confusion
@@ -177,7 +177,7 @@ def reteach(directory: Path, sweeps: list[str], assignments: list[str], episode:
 def samples(directory: Path, clients: list[int], count: int, out: Path) -> None:
     check_picture(out, "--out")
     run_directory = RunDirectory.open(directory, lock=False)
-    setup = prepare(run_directory.config())
+    setup = prepare_again(run_directory, run_directory.config())
     if any(not 0 <= client < setup.federation.clients for client in clients):
         raise SettingError(f"--client: clients are 0 to {setup.federation.clients - 1}")
 

@@ -41,7 +41,8 @@ Data = Annotated[
     str | None,
     _flag(
         WHO,
-        "Dataset: a name from 'fedstill datasets', a folder, an .npz, or file.py:function. [fashion-mini]",
+        "Dataset: a name from 'fedstill datasets', a folder, an .npz, a .csv of text, or file.py:function. "
+        "[fashion-mini]",
     ),
 ]
 DataDir = Annotated[str | None, _flag(WHO, "Where dataset files are. [$FEDSTILL_DATA]")]
@@ -65,13 +66,13 @@ Participation = Annotated[float | None, _flag(HOW, "Share of the clients that ar
 Rounds = Annotated[int | None, _flag(HOW, "Communication rounds. [30]")]
 Epochs = Annotated[int | None, _flag(LEARN, "Local epochs a round. [5]")]
 BatchSize = Annotated[int | None, _flag(LEARN, "Local batch size. [32]")]
-Lr = Annotated[float | None, _flag(LEARN, "Local learning rate. [0.05]")]
+Lr = Annotated[float | None, _flag(LEARN, "Local learning rate. [0.05, of text 0.001 with Adam]")]
 Model = Annotated[
     str | None,
     _flag(
         LEARN,
-        "Network: lenet5, resnet8, resnet8-w64, resnet11, resnet18, resnet50, shufflenetv2, cnn, mlp, "
-        "or file.py:function. [lenet5]",
+        "Network: lenet5, resnet8, resnet8-w64, resnet11, resnet18, resnet50, shufflenetv2, cnn, mlp; of text "
+        "transformer, bag, distilbert; or file.py:function. [lenet5, of text transformer]",
     ),
 ]
 Workers = Annotated[int | None, _flag(HOW, "Worker processes; 0 is one a core. [0]")]
@@ -113,6 +114,9 @@ Needed = Annotated[int, typer.Option(help=r"Sites without which it does not star
 OwnDataDir = Annotated[str, typer.Option(help=r"Where dataset files are. \[$FEDSTILL_DATA]")]
 OwnMethod = Annotated[str, typer.Option(help="file.py:Class, where the run's method is no name but a file.")]
 OwnModel = Annotated[str, typer.Option(help="file.py:function, where the run's network is no name but a file.")]
+OwnPretrained = Annotated[
+    str, typer.Option(help="Folder or hub name of the encoder, where the run's network begins with one.")
+]
 
 
 @app.command(rich_help_panel="Train")
@@ -279,6 +283,7 @@ def region(
     data_dir: OwnDataDir = "",
     method: OwnMethod = "",
     model: OwnModel = "",
+    pretrained: OwnPretrained = "",
     directory: Annotated[Path | None, typer.Option(help=r"What it keeps between rounds. \[region-NAME]")] = None,
     insecure: Insecure = False,
 ) -> None:
@@ -291,7 +296,8 @@ def region(
     """
     importlib.import_module("fedstill.cli.network").region(
         server, key=key, ca=ca, keys=keys, host=host, port=port, timeout=timeout, needed=needed,
-        directory=directory, insecure=insecure, data=data, data_dir=data_dir, method=method, model=model,
+        directory=directory, insecure=insecure,
+        data=data, data_dir=data_dir, method=method, model=model, pretrained=pretrained,
     )  # fmt: skip
 
 
@@ -301,11 +307,13 @@ def join(
     key: Annotated[Path, typer.Option(help="This site's private key, from 'fedstill keys' or ssh-keygen -t ecdsa.")],
     ca: Ca = None,
     data: Annotated[
-        str, typer.Option(help=r"The site's data: a folder, an .npz or file.py:function. \[its share of the run's]")
+        str,
+        typer.Option(help=r"The site's data: a folder, an .npz, a .csv or file.py:function. \[its share of the run's]"),
     ] = "",
     data_dir: OwnDataDir = "",
     method: OwnMethod = "",
     model: OwnModel = "",
+    pretrained: OwnPretrained = "",
     device: Annotated[str, typer.Option(help="Where the site trains: cpu, cuda, cuda:1 and so on, or auto.")] = "cpu",
     directory: Annotated[Path | None, typer.Option(help=r"What the site keeps between rounds. \[site-NAME]")] = None,
     insecure: Insecure = False,
@@ -317,7 +325,7 @@ def join(
     """
     importlib.import_module("fedstill.cli.network").join(
         server, key=key, ca=ca, directory=directory, insecure=insecure,
-        data=data, data_dir=data_dir, method=method, model=model, device=device,
+        data=data, data_dir=data_dir, method=method, model=model, pretrained=pretrained, device=device,
     )  # fmt: skip
 
 

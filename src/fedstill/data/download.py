@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import logging
 import os
 import secrets
 import shutil
 import tarfile
 import urllib.request
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -40,6 +42,18 @@ class Download:
 def allowed() -> bool:
     """Whether downloading is wanted: not with FEDSTILL_OFFLINE=1."""
     return os.environ.get("FEDSTILL_OFFLINE", "") in ("", "0")
+
+
+@contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Let a library say nothing but errors meanwhile, such as of each attempt to reach the network."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def fetch(download: Download, folder: Path, progress: Progress | None = None) -> None:

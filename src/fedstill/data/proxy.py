@@ -12,13 +12,11 @@ from fedstill.data.dataset import Dataset
 
 
 def balanced(labels: Tensor, size: int, seed: int) -> Tensor:
-    """Indices of `size` samples, as many of each class as there can be, in random order.
+    """Indices of `size` samples, as many of each class as there can be, in random order; all if there are fewer.
 
     >>> sorted(torch.tensor([0, 0, 0, 1])[balanced(torch.tensor([0, 0, 0, 1]), 3, seed=0)].tolist())
     [0, 0, 1]
     """
-    if size > len(labels):
-        raise DataError(f"proxy_size = {size}: the proxy data have {len(labels)} samples")
     rng = numpy_rng(seed, "proxy")
     order = rng.permutation(len(labels))
     shuffled = labels.numpy()[order]

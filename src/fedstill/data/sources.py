@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +20,9 @@ from fedstill.data.formats.text import Corpus
 from fedstill.data.tokens import TextSettings
 
 EMBEDDED = Path(__file__).parent / "embedded" / "fashion-mini.npz"
-EMBEDDED_TEXT = tuple(EMBEDDED.with_name(f"sst-mini-{part}.txt.gz") for part in ("train", "test"))
+EMBEDDED_TEXT = tuple(EMBEDDED.with_name(f"glosses-mini-{part}.csv.gz") for part in ("train", "test"))
+
+_TEXT_VERSION = 2  # of how texts are divided and encoded
 
 Decode = Callable[[tuple[Path, ...], int], Decoded]  # found paths, image size (0: as stored)
 
@@ -62,7 +65,7 @@ class Description:
 
 def names() -> tuple[str, ...]:
     """Names that `load` knows."""
-    return ("fashion-mini", "sst-mini", *SOURCES)
+    return ("fashion-mini", "glosses-mini", *SOURCES)
 
 
 def is_text(name: str) -> bool:
@@ -71,7 +74,9 @@ def is_text(name: str) -> bool:
     >>> is_text("ag-news"), is_text("./reviews.csv"), is_text("mnist")
     (True, True, False)
     """
-    return name == "sst-mini" or name.endswith(".csv") or (name in SOURCES and SOURCES[name].texts is not None)
+    if name == "glosses-mini" or text.is_table(name):
+        return True
+    return name in SOURCES and SOURCES[name].texts is not None
 
 
 def data_folder(data_dir: str | Path | None = None) -> Path:
@@ -135,7 +140,7 @@ def describe(data_dir: str | Path | None = None) -> list[Description]:
     here = "in the package"
     rows = [
         Description("fashion-mini", 6_000, 1_000, 10, (1, 28, 28), SOURCES["fashion-mnist"].origin, here),
-        Description("sst-mini", 600, 300, 5, (), SOURCES["sst5"].origin, here),
+        Description("glosses-mini", 600, 300, 5, (), "https://wordnet.princeton.edu", here),
     ]
     for source in SOURCES.values():
         found = _find(source, data_folder(data_dir))
@@ -154,36 +159,49 @@ def _load_named(source: Source, folder: Path, image_size: int, progress: Progres
     size, decode = image_size or source.image_size, source.decode
     assert decode is not None
     decoded = cached(source.name, size, _root(paths), source.files(paths), lambda: finish(decode(paths, size), size))
-    return to_dataset(decoded, source.name)
+    return to_dataset(decoded, _counted(source.name, decoded))
 
 
 def _load_text(name: str, folder: Path, settings: TextSettings, progress: Progress | None) -> Dataset:
     paths, read = _corpus(name, folder, progress, labelled=settings.labelled)
-    tokenizer = _tokenizer(settings, folder, progress)
+    tokenizer = _tokenizer(settings, paths, folder, progress)
 
     def build() -> Decoded:
-        corpus = read()
-        made = tokenizer or tokens.trained(corpus.texts, settings.vocabulary)
-        x = tokens.encode(made, corpus.texts, settings.max_length)
-        test = corpus.test_texts
-        x_test = None if test is None else tokens.encode(made, test, settings.max_length)
-        return replace(corpus.decoded(x, x_test, name), tokenizer=made)
+        found, texts, test_texts = read().divided(name)
+        made = tokenizer or tokens.trained(texts, settings.vocabulary)  # which thus knows no word of a test
+        train, test = (
+            replace(part, x=tokens.encode(made, said, settings.max_length))
+            for part, said in ((found.train, texts), (found.test, test_texts))
+        )
+        return replace(found, train=train, test=test, tokenizer=made)
 
-    if name == "sst-mini":
+    if name == "glosses-mini":
         return to_dataset(build(), name)
-    is_file = name.endswith(".csv")
-    key = (tokenizer or settings.vocabulary, settings.max_length, settings.labelled)
+    is_file = text.is_table(name)
+    key = (_TEXT_VERSION, tokenizer or settings.vocabulary, settings.max_length, settings.labelled)
     decoded = cached("csv" if is_file else name, key, _root(paths), [source_file(path) for path in paths], build)
-    return to_dataset(decoded, paths[0].stem if is_file else name)
+    return to_dataset(decoded, paths[0].name.split(".")[0] if is_file else _counted(name, decoded))
+
+
+def _counted(name: str, decoded: Decoded) -> str:
+    """The name of a published dataset, with a warning if the files hold another number of samples."""
+    source, found = SOURCES[name], (len(decoded.train.y), len(decoded.test.y))
+    if found != (source.train, source.test):
+        warnings.warn(
+            f"{name}: the files hold {found[0]:,} + {found[1]:,} samples, the published ones {source.train:,} + "
+            f"{source.test:,}; numbers will not be comparable",
+            stacklevel=3,
+        )
+    return name
 
 
 def _corpus(
     name: str, folder: Path, progress: Progress | None, *, labelled: bool = True
 ) -> tuple[tuple[Path, ...], Callable[[], Corpus]]:
     """The files that a name of text stands for, and what reads them."""
-    if name == "sst-mini":
-        return EMBEDDED_TEXT, lambda: text.sst5(EMBEDDED_TEXT)
-    if name.endswith(".csv"):
+    if name == "glosses-mini":
+        return EMBEDDED_TEXT, lambda: text.glosses(EMBEDDED_TEXT)
+    if text.is_table(name):
         path = Path(name).expanduser()
         if not path.is_file():
             raise DataError(f"there is no file {path}")
@@ -194,13 +212,16 @@ def _corpus(
     return paths, lambda: read(paths)
 
 
-def _tokenizer(settings: TextSettings, folder: Path, progress: Progress | None) -> str:
-    """The tokenizer that the settings name, as JSON; empty: one is to be trained on the texts themselves."""
+def _tokenizer(settings: TextSettings, data: tuple[Path, ...], folder: Path, progress: Progress | None) -> str:
+    """The tokenizer that the settings name, as JSON; empty: one is to be trained on the data's training texts."""
     named = settings.tokenizer
     if not named or named.startswith("{"):
         return named
     if is_text(named):
-        return tokens.trained(_corpus(named, folder, progress, labelled=False)[1]().texts, settings.vocabulary)
+        paths, read = _corpus(named, folder, progress, labelled=False)
+        if [path.resolve() for path in paths] == [path.resolve() for path in data]:
+            return ""
+        return tokens.trained(read().texts, settings.vocabulary)
     return tokens.read(named)
 
 

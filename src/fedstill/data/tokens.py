@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from fedstill.data.formats.decoded import Array
 
 FEWEST = 3 + 256  # padding, the marks of a text's start and end, and every byte
 PADDING = {"[PAD]", "<pad>", "<PAD>"}  # what token 0 may be called
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # what a name on the hub may look like
 _CHUNK = 4096  # texts at a time, so that temporary copies stay small
 
 
@@ -27,12 +30,14 @@ class TextSettings:
     a dataset or CSV file whose texts anybody may see, to train one on, or a tokenizer itself, as JSON. If it is
     empty, one is trained on the training texts: of use for published data, but what is in a tokenizer's vocabulary
     was in somebody's text, so where clients' texts are their own, name one.
+
+    Not `labelled`: a CSV file is texts alone, and none of them is held out.
     """
 
     tokenizer: str = ""
     vocabulary: int = 8000  # tokens of a tokenizer that is trained, at most
     max_length: int = 128  # tokens that a text is cut to
-    labelled: bool = True  # whether a CSV file must have labels
+    labelled: bool = True
 
 
 def trained(texts: Sequence[str], vocabulary: int) -> str:
@@ -66,20 +71,48 @@ def read(name: str) -> str:
     """The tokenizer in a file or folder, or on the hub, as JSON."""
     library = _library()
     path = Path(name).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "tokenizer.json"
+        if not path.is_file():
+            raise SettingError(f"tokenizer = {name!r}: this folder has no tokenizer.json")
     try:
         if path.is_file():
             return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"tokenizer = {name!r} cannot be read: {error}") from error
+    return str(library.Tokenizer.from_file(_from_hub(name)).to_str())
+
+
+def _from_hub(name: str) -> str:
+    """The tokenizer.json of a name on the hub, what was fetched before first."""
+    from huggingface_hub import hf_hub_download
+
+    if not HUB_NAME.fullmatch(name):
+        raise SettingError(f"tokenizer = {name!r}: there is no such file or folder, and on the hub no such name")
+    try:
+        return str(hf_hub_download(name, "tokenizer.json", local_files_only=True))
+    except (OSError, ValueError):
         if not download.allowed():
-            raise SettingError(f"tokenizer = {name!r}: there is no such file, and FEDSTILL_OFFLINE is set")
-        return str(library.Tokenizer.from_pretrained(name).to_str())
-    except SettingError:
-        raise
-    except Exception as error:  # the library raises plain ones
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise SettingError(f"tokenizer = {name!r}: there is no such file, and FEDSTILL_OFFLINE is set") from None
+    try:
+        with download.quiet("huggingface_hub"):
+            return str(hf_hub_download(name, "tokenizer.json"))
+    except Exception as error:  # of many kinds, those of the network among them
         raise SettingError(
-            f"tokenizer = {name!r} is no file, folder or name on the hub that works: {reason}"
+            f"tokenizer = {name!r} is no file or folder, and cannot be fetched from the hub: {first_line(error)}"
         ) from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in short."""
+    said = str(error).strip()
+    return said.splitlines()[0] if said else type(error).__name__
+
+
+def same_vocabulary(one: str, other: str) -> bool:
+    """Whether two tokenizers give the same tokens the same numbers."""
+    first, second = (_parsed(tokenizer).get_vocab(with_added_tokens=True) for tokenizer in (one, other))
+    return bool(first == second)
 
 
 def encode(tokenizer: str, texts: Sequence[str], length: int) -> Array:
@@ -87,13 +120,23 @@ def encode(tokenizer: str, texts: Sequence[str], length: int) -> Array:
     made = _parsed(tokenizer)
     if made.id_to_token(0) not in PADDING:
         raise SettingError(f"tokenizer: token 0 must be padding, {' or '.join(sorted(PADDING))}, not a token of text")
+    model = json.loads(tokenizer)["model"]
+    if model.get("unk_token") == made.id_to_token(0) or model.get("unk_id") == 0:
+        raise SettingError(
+            "tokenizer: words that it does not know would become padding; give them a token of their own"
+        )
+    made.encode_special_tokens = True  # a text that says [SEP] does not end there
     if length <= made.num_special_tokens_to_add(is_pair=False):
         raise SettingError(f"max_length = {length}: no token of a text would be left")
     made.enable_truncation(length)
     made.no_padding()
     found = np.zeros((len(texts), length), np.int32)
     for start in range(0, len(texts), _CHUNK):
-        for row, encoded in enumerate(made.encode_batch(texts[start : start + _CHUNK]), start):
+        try:
+            encoded_texts = made.encode_batch(texts[start : start + _CHUNK])
+        except Exception as error:  # the library raises plain ones, of a word without a token for instance
+            raise SettingError(f"tokenizer: it cannot encode these texts: {first_line(error)}") from error
+        for row, encoded in enumerate(encoded_texts, start):
             found[row, : len(encoded.ids)] = encoded.ids
     return found
 
@@ -104,7 +147,7 @@ def _parsed(tokenizer: str) -> Any:
     except SettingError:
         raise
     except Exception as error:
-        raise DataError(f"not a tokenizer of the tokenizers library: {error}") from error
+        raise DataError(f"not a tokenizer of the tokenizers library: {first_line(error)}") from error
 
 
 def _library() -> Any:

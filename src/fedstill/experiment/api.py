@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,14 +18,25 @@ from fedstill.data.federation import Federation
 from fedstill.data.sources import is_text as is_text_name
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Worker
-from fedstill.experiment.config import DIVISION, IMAGE_MODEL, TEXT_MODEL, Config, anchored, is_object, resolve
+from fedstill.experiment.config import (
+    DIVISION,
+    IMAGE_MODEL,
+    TEXT_MODEL,
+    TEXT_TRAINING,
+    Config,
+    anchored,
+    is_object,
+    resolve,
+)
 from fedstill.experiment.logfile import logging_to
 from fedstill.experiment.machine import check_engine
 from fedstill.experiment.rundir import Record, RunDirectory
 from fedstill.experiment.runner import Listener, Run
-from fedstill.experiment.setup import Network, Setup, prepare
+from fedstill.experiment.setup import Network, Setup, keep, prepare, prepare_again
 from fedstill.methods import registry
 from fedstill.methods.base import Method
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,17 +63,19 @@ def run(
     """Train a federation.
 
     `data` and `model` are names or objects of your own (see `fedstill.from_arrays`); without a model it is LeNet-5,
-    on text a small Transformer. `settings` are those of `fedstill run` and the method's own. Without `out` nothing is
-    kept on disk.
+    on text a small Transformer, trained by Adam. `settings` are those of `fedstill run` and the method's own. Without
+    `out` nothing is kept on disk.
 
     >>> result = run("fedprox", rounds=1, clients=4, epochs=1, mu=0.1, fraction=0.05, engine="inline")
     >>> result.summary["rounds"]
     1
     """
+    dataset = data.dataset if isinstance(data, Federation) else data
+    is_text = is_text_name(dataset) if isinstance(dataset, str) else dataset.vocabulary > 0
     if model is None:
-        dataset = data.dataset if isinstance(data, Federation) else data
-        is_text = is_text_name(dataset) if isinstance(dataset, str) else dataset.vocabulary > 0
         model = TEXT_MODEL if is_text else IMAGE_MODEL
+    if is_text and not TEXT_TRAINING.keys() & settings.keys():
+        settings |= TEXT_TRAINING
     config = _config(method, data, model, proxy, settings)
     own: dict[str, Any] = {
         "proxy": None if isinstance(proxy, str) else proxy,
@@ -85,8 +99,7 @@ def carry_out(setup: Setup, path: Path, *, force: bool = False, listener: Listen
     """Carry out what is prepared in a new run directory, which works from wherever it is resumed."""
     check_engine(setup.config)
     directory = RunDirectory.create(path, anchored(setup.config), force=force)
-    if setup.task.dataset.tokenizer:
-        directory.write("tokenizer.json", setup.task.dataset.tokenizer)
+    keep(setup, directory)
     return execute(setup, directory, listener)
 
 
@@ -113,7 +126,7 @@ def resume(
         if device is not None:
             config = config.model_copy(update={"device": device})
         check_engine(config)
-        setup = prepare(config, data=data, model=model, method=method, proxy=proxy)
+        setup = prepare_again(directory, config, data=data, model=model, method=method, proxy=proxy)
         if rounds is not None or device is not None:
             directory.write_config(config)  # now that it is known to work
     except BaseException:
@@ -147,6 +160,8 @@ def execute(
     """Carry out what is left to do in a run directory, on another engine than the settings name if one is given."""
     try:
         with logging_to(directory.path / "log.txt"), devices.on(devices.find(setup.config.device)):
+            for remark in setup.remarks:
+                log.info("%s", remark)
             run = kind(setup, directory, listener, engine)
             summary = run.execute()
             return Result(summary, run.records, run.trained(), directory.path)

@@ -21,6 +21,7 @@ from fedstill.methods import registry
 from fedstill.train.task import BufferPolicy, Precision
 
 IMAGE_MODEL, TEXT_MODEL = "lenet5", "transformer"  # unless another is named
+TEXT_TRAINING = {"optimizer": "adam", "lr": 0.001}  # unless either is set: plain SGD hardly moves embeddings
 
 
 class RegionSettings(BaseModel):
@@ -62,7 +63,8 @@ class Config(BaseModel):
     image_size: int = Field(0, ge=0, description="resize images to this; 0: as the model needs, else as they are")
     tokenizer: str = Field(
         "",
-        description="of text: a file, folder or hub name, or public text to train one on; empty: trained on the data",
+        description="of text: a file, folder or hub name, or public text to train one on; empty: the pretrained "
+        "encoder's own, else trained on the training texts",
     )
     vocabulary: int = Field(8000, ge=FEWEST, description="tokens of a tokenizer that is trained, at most")
     max_length: int = Field(128, ge=3, description="tokens that a text is cut to")
@@ -70,7 +72,9 @@ class Config(BaseModel):
     imbalance_factor: float = Field(1.0, ge=1, description="long tail: largest class over smallest; 1: as it is")
     pool: float = Field(0.0, ge=0, description="samples the server holds: a count, or a share if below 1")
     proxy: str = Field("", description='unlabelled data for methods that need them: a dataset, or "pool"')
-    proxy_size: int = Field(1000, ge=1, description="proxy samples, balanced over the classes of their own dataset")
+    proxy_size: int = Field(
+        1000, ge=1, description="proxy samples, balanced over the classes of their own dataset; at most all"
+    )
     partition: str = Field("dirichlet", description="how the data are divided among clients")
     clients: int = Field(20, ge=0, description="number of clients; 0: as many as the data name (natural)")
     alpha: float = Field(0.1, gt=0, description="Dirichlet concentration; smaller is more heterogeneous")
@@ -103,8 +107,10 @@ class Config(BaseModel):
         "epochs", description="an epoch is a pass over the client's data, or the same number of steps for all"
     )
     batch_size: int = Field(32, ge=1, description="local batch size")
-    optimizer: Literal["sgd", "adam"] = Field("sgd", description="local optimiser")
-    lr: float = Field(0.05, gt=0, description="local learning rate")
+    optimizer: Literal["sgd", "adam"] = Field(
+        "sgd", description="local optimiser; of text adam, if lr is not set either"
+    )
+    lr: float = Field(0.05, gt=0, description="local learning rate; of text 0.001, if optimizer is not set either")
     lr_decay: float = Field(1.0, gt=0, le=1, description="factor on lr after each round")
     momentum: float = Field(0.0, ge=0, lt=1, description="local momentum (sgd)")
     weight_decay: float = Field(0.0, ge=0, description="local weight decay")
@@ -257,6 +263,8 @@ def _follow_up(merged: dict[str, Any], method: str) -> None:
         merged.setdefault("clients", 0)
     if sources.is_text(str(merged.get("data", ""))):
         merged.setdefault("model", TEXT_MODEL)
+        if not TEXT_TRAINING.keys() & merged.keys():
+            merged |= TEXT_TRAINING
     if "region" in merged:
         merged["region"] = _regions(merged["region"], method)
         merged.setdefault("regions", len(merged["region"]) or 1)

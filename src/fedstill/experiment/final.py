@@ -19,7 +19,7 @@ from fedstill.experiment.config import Config, is_object
 from fedstill.experiment.evaluation import confusion_matrix
 from fedstill.experiment.machine import one_thread
 from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.setup import prepare
+from fedstill.experiment.setup import prepare_again
 from fedstill.models.base import Wrapped
 from fedstill.train.evaluate import mean_loss, predict, require_features
 from fedstill.train.task import Samples, Task
@@ -36,7 +36,7 @@ class FinalModel:
         refuse_objects(path, config, own)
         if not (path / "model.safetensors").is_file():
             raise SettingError(f"{path} has no model: the run has not ended, or its method has no global model")
-        setup = prepare(config, **own)
+        setup = prepare_again(directory, config, **own)
         self.task: Task = setup.task
         self.classes = setup.federation.dataset.classes
         self._test = setup.federation.dataset.test

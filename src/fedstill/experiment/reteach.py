@@ -15,7 +15,7 @@ from fedstill.core import tree
 from fedstill.core.errors import SettingError
 from fedstill.experiment.machine import one_thread
 from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.setup import Setup, prepare
+from fedstill.experiment.setup import Setup, prepare_again
 from fedstill.methods import registry
 from fedstill.methods.base import Server
 from fedstill.train.evaluate import score
@@ -41,7 +41,7 @@ class SavedEpisode:
         self.number = max(saved) if number is None else number
         if self.number not in saved:
             raise SettingError(f"episode {self.number}: those saved are {', '.join(map(str, sorted(saved)))}")
-        self.setup: Setup = prepare(self.directory.config())
+        self.setup: Setup = prepare_again(self.directory, self.directory.config())
         kept = tree.decode(saved[self.number].read_bytes())
         self.old: Tensor = kept["old"]
         self.teachers: dict[str, Tensor] = kept["teachers"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,25 @@ from torch import Tensor, nn
 from fedstill.attacks.attack import Attack, plan
 from fedstill.core import custom
 from fedstill.core.errors import FedstillError, SettingError
-from fedstill.data import TextSettings, augment
+from fedstill.data import TextSettings, augment, tokens
 from fedstill.data import load as load_dataset
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation, federate
 from fedstill.data.proxy import balanced, check_stands_in, match_channels
+from fedstill.data.sources import is_text
 from fedstill.experiment.config import Config, RegionSettings, is_object
 from fedstill.experiment.regions import Hierarchy, Region, assign, cohort_size, with_data
+from fedstill.experiment.rundir import RunDirectory
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.models import as_classifier, build, image_size
-from fedstill.models.base import Classifier
+from fedstill.models.base import Classifier, frozen_digest
+from fedstill.models.pretrained import DISTILBERT, has_learnt
 from fedstill.train.evaluate import outputs
 from fedstill.train.task import LocalTraining, Samples, Task, classifier
 from fedstill.train.together import check_together
+
+FROZEN = "frozen.txt"
 
 Network = nn.Module | Callable[[], nn.Module]
 
@@ -42,6 +48,7 @@ class Setup:
     method: Method
     hierarchy: Hierarchy
     attack: Attack
+    remarks: tuple[str, ...] = ()  # what whoever started the run should know
 
     def pool(self) -> Samples | None:
         """The samples that the server itself holds."""
@@ -58,22 +65,67 @@ def prepare(
     method: Method | None = None,
     proxy: Dataset | None = None,
     elsewhere: bool = False,
+    tokenizer: str = "",
 ) -> Setup:
     """Load, divide and build what the configuration names; what is given as an object is taken as it is.
 
-    Clients that are `elsewhere` may still come: it is no error that a region has nobody with data.
+    Clients that are `elsewhere` may still come: it is no error that a region has nobody with data. A `tokenizer`, as
+    JSON, stands in for the one that is named.
     """
     method = registry.make(config.method, config.hyper) if method is None else registry.checked(method)
     if isinstance(data, Federation):
         federation = data
     else:
-        federation = divide(config, load_data(config) if data is None else sized(data, wanted_size(config)))
+        found = load_data(config, tokenizer) if data is None else sized(data, wanted_size(config))
+        federation = divide(config, found)
     task = make_task(config, federation, method, model, proxy)
     (method if config.flat else method.regional()).check(task)
     _check_labels(config.method, method, federation)
     hierarchy = arrange(config, task, federation, method)
     _check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
-    return Setup(config, task, federation, method, hierarchy, attack_of(config, federation, hierarchy))
+    attack = attack_of(config, federation, hierarchy)
+    return Setup(config, task, federation, method, hierarchy, attack, remarks=tuple(_remarks(config, task)))
+
+
+def _remarks(config: Config, task: Task) -> Iterator[str]:
+    if task.proxy is not None and config.proxy != "pool" and len(task.proxy) < config.proxy_size:
+        yield f"proxy_size = {config.proxy_size}: the proxy data have {len(task.proxy)} samples, and all are used"
+    if (encoder := _encoder(config)) and not has_learnt(encoder):
+        yield f"{encoder} has no weights: the encoder begins with random ones, as if it had learnt nothing"
+
+
+def keep(setup: Setup, directory: RunDirectory) -> None:
+    """Write down what the settings only name, and a run cannot go on without: its tokenizer, and what is frozen."""
+    if setup.task.dataset.tokenizer:
+        directory.write("tokenizer.json", setup.task.dataset.tokenizer)
+    if digest := frozen_digest(setup.task.build().module):
+        directory.write(FROZEN, digest + "\n")
+    else:
+        (directory.path / FROZEN).unlink(missing_ok=True)  # of a run that was replaced
+
+
+def prepare_again(directory: RunDirectory, config: Config, **own: Any) -> Setup:
+    """Prepare a run that has begun: with its own tokenizer, and refused if what it froze has changed since."""
+    setup = prepare(config, tokenizer=kept_tokenizer(directory.path), **own)
+    check_kept(setup, directory.path)
+    return setup
+
+
+def kept_tokenizer(path: Path) -> str:
+    """The tokenizer of a run directory, as JSON; empty if it has none."""
+    kept = path / "tokenizer.json"
+    return kept.read_text(encoding="utf-8") if kept.is_file() else ""
+
+
+def check_kept(setup: Setup, path: Path) -> None:
+    """Refuse to go on in other tokens, or upon other frozen weights, than a run began with."""
+    tokenizer = kept_tokenizer(path)
+    if tokenizer and setup.task.dataset.tokenizer != tokenizer:
+        raise SettingError(f"the data are in other tokens than {path}/tokenizer.json makes, with which the run began")
+    if (path / FROZEN).is_file() and (path / FROZEN).read_text().strip() != frozen_digest(setup.task.build().module):
+        raise SettingError(
+            f"the weights that {path} froze, and was trained upon, have changed; put the encoder back, or begin another"
+        )
 
 
 def make_task(
@@ -82,6 +134,7 @@ def make_task(
     """What a server and its clients agree on."""
     if config.augment and len(federation.dataset.shape) != 3:
         raise SettingError(f"augment = {config.augment!r}: only images can be augmented")
+    _check_tokenizer(config, federation.dataset)
     task = Task(
         dataset=federation.dataset,
         make_network=network_maker(config, federation.dataset, method, model),
@@ -221,18 +274,47 @@ def attack_of(config: Config, federation: Federation, hierarchy: Hierarchy) -> A
     return attack
 
 
-def load_data(config: Config) -> Dataset:
-    """The dataset that the configuration names, images at the size that the model needs."""
+def load_data(config: Config, tokenizer: str = "") -> Dataset:
+    """The dataset that the configuration names, images at the size that the model needs, text in a model's tokens."""
     if custom.is_reference(config.data):
         return made_dataset(config.data)
-    text = TextSettings(config.tokenizer, config.vocabulary, config.max_length)
+    if is_text(config.data):
+        tokenizer = tokenizer or wanted_tokenizer(config)
+    text = TextSettings(tokenizer, config.vocabulary, config.max_length)
     return load_dataset(config.data, config.data_dir or None, wanted_size(config), text=text)
 
 
 def data_source(config: Config) -> tuple[str | int, ...]:
     """What `load_data` depends on."""
-    text = (config.tokenizer, config.vocabulary, config.max_length)
+    text = (wanted_tokenizer(config), config.vocabulary, config.max_length) if is_text(config.data) else ()
     return (config.data, config.data_dir, wanted_size(config), *text)
+
+
+def wanted_tokenizer(config: Config) -> str:
+    """The tokenizer that is set, else the encoder's own: what it has learnt of one token holds of no other."""
+    encoder = _encoder(config)
+    if config.tokenizer or not encoder:
+        return config.tokenizer
+    folder = Path(encoder).expanduser()
+    if not folder.is_dir() or (folder / "tokenizer.json").is_file():
+        return encoder
+    if has_learnt(encoder):
+        raise SettingError(f"{encoder} comes without a tokenizer.json; set tokenizer to the one it was trained with")
+    return ""
+
+
+def _check_tokenizer(config: Config, dataset: Dataset) -> None:
+    """Refuse text in other tokens than the encoder has learnt."""
+    own = Path(_encoder(config) or ".").expanduser() / "tokenizer.json"
+    if not (_encoder(config) and dataset.tokenizer and own.is_file()):
+        return
+    if not tokens.same_vocabulary(dataset.tokenizer, tokens.read(str(own))):
+        raise SettingError(f"the text is in other tokens than {own} has, which the encoder was trained with; set it")
+
+
+def _encoder(config: Config) -> str:
+    """The pretrained encoder that the network begins with, if it does with one."""
+    return str(config.model_options.get("pretrained", DISTILBERT)) if config.model == "distilbert" else ""
 
 
 def made_dataset(reference: str) -> Dataset:

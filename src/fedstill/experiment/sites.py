@@ -41,7 +41,10 @@ from fedstill.experiment.regions import assign
 from fedstill.experiment.rundir import SERVED, RunDirectory
 from fedstill.experiment.runner import Listener, Run, refuse_changes
 from fedstill.experiment.setup import (
+    check_kept,
     divide,
+    keep,
+    kept_tokenizer,
     load_data,
     local_training,
     make_task,
@@ -51,6 +54,8 @@ from fedstill.experiment.setup import (
     wanted_size,
 )
 from fedstill.methods import registry
+from fedstill.models.base import frozen_digest
+from fedstill.models.pretrained import DISTILBERT
 
 log = logging.getLogger(__name__)
 
@@ -296,7 +301,7 @@ def serve(
         config = config.model_copy(update={"clients": len(names)})
     # What a checkpoint does not have would have to be asked of the sites again.
     config = config.model_copy(update={"checkpoint_every": 1})
-    dataset = load_data(config)
+    dataset = load_data(config, kept_tokenizer(out))
     pool = undivided(config, dataset)
     begun = (out / "config.toml").is_file()
     directory = RunDirectory.open(out) if begun else RunDirectory.create(out, anchored(config))
@@ -305,6 +310,7 @@ def serve(
         if not regional:
             names = _order(directory, names)
             clients = {name: np.array([k]) for k, name in enumerate(names)}
+        frozen: list[str] = []  # what tells the frozen part of the network, where there is one
         steps: list[int] = []  # of an epoch in each region, once the sites have said how much they hold
 
         def told() -> dict[str, Any]:
@@ -318,6 +324,7 @@ def serve(
                 "shape": list(dataset.shape),
                 "tokenizer": dataset.tokenizer,  # all must make the same tokens of text
                 "steps": steps,
+                "frozen": frozen,
                 "checkpoint": directory.oldest_checkpoint(),
             }
 
@@ -333,10 +340,13 @@ def serve(
             setup = prepare(config, data=roll.federation, elsewhere=True)
         if begun and directory.oldest_checkpoint():
             refuse_changes(fixed(directory.config()), fixed(anchored(config)))
+            check_kept(setup, out)
+        keep(setup, directory)
         directory.write_config(anchored(config))
     except BaseException:
         directory.release()
         raise
+    frozen += filter(None, [frozen_digest(setup.task.build().module)])
     steps += [region.task.local.steps_per_epoch for region in setup.hierarchy.regions]
     kind = Episodes if regional else Run
     return api.execute(setup, directory, listener, lambda worker: Sites(worker, link, roll, terms), kind=kind)
@@ -411,6 +421,7 @@ class Own:
     data_dir: str = ""
     method: str = ""  # a file (file.py:name): no file that a server names is ever run
     model: str = ""
+    pretrained: str = ""  # a folder, or a name on the hub: neither is looked for where a server says
     device: str = "cpu"
 
     def config(self, text: str) -> Config:
@@ -425,7 +436,17 @@ class Own:
             known = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
             if not known and value not in files.values():
                 raise SettingError(f"the run has a {name} that is no name but a file, {value}; give yours to the site")
+        self._name_encoder(told)
         return resolve(told, {"data_dir": self.data_dir, "device": self.device})
+
+    def _name_encoder(self, told: dict[str, Any]) -> None:
+        options = told.get("model_options", {})
+        if told.get("model") != "distilbert" or not isinstance(options, dict):
+            return
+        if self.pretrained:
+            told["model_options"] = options | {"pretrained": self.pretrained}
+        elif (named := options.get("pretrained", DISTILBERT)) != DISTILBERT:
+            raise SettingError(f"the run begins with a pretrained encoder, {named!r:.80}; give yours to the site")
 
 
 class Site:
@@ -465,6 +486,10 @@ class Site:
         federation = self._federation(config, run)
         method = registry.make(config.method, config.hyper)
         task = make_task(config, federation, method)
+        if run["frozen"] and run["frozen"] != [frozen_digest(task.build().module)]:
+            raise SettingError(
+                "the frozen part of the network is not the server's: another pretrained encoder is meant"
+            )
         steps = run["steps"] or [0] * max(1, len(config.each_region()))
         regional = []
         if config.flat:

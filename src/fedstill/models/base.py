@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -33,6 +34,20 @@ class Classifier(nn.Module):
         """Logits and features in one pass."""
         features = self.features(x)
         return self.head(features), features
+
+
+def frozen_digest(module: nn.Module) -> str:
+    """What tells the parameters that are not trained from others; empty if there are none.
+
+    >>> frozen_digest(nn.Linear(2, 2))
+    ''
+    """
+    digest, frozen = hashlib.sha256(), [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
+    for name, parameter in frozen:
+        values = parameter.detach().contiguous()
+        digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
+        digest.update(values.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest() if frozen else ""
 
 
 class Stacked(Classifier):

@@ -220,13 +220,13 @@ def test_a_server_that_was_killed_goes_on_and_sites_that_restarted_too(tmp_path:
                 raise Killed
 
     with pytest.raises(Killed):
-        served(Wire(tmp_path), tmp_path / "run", "scaffold", rounds=4, listener=Kill())
-    result = served(Wire(tmp_path), tmp_path / "run", "scaffold", rounds=4)
-    assert [r["round"] for r in result.records] == [1, 2, 3, 4]
-    alone(tmp_path / "alone", "scaffold", rounds=4)
+        served(Wire(tmp_path), tmp_path / "run", "scaffold", rounds=6, listener=Kill())
+    result = served(Wire(tmp_path), tmp_path / "run", "scaffold", rounds=6)
+    assert [r["round"] for r in result.records] == [1, 2, 3, 4, 5, 6]
+    alone(tmp_path / "alone", "scaffold", rounds=6)
     assert weights(tmp_path / "run") == weights(tmp_path / "alone")
     kept = list((tmp_path / "north/state").rglob("*.safetensors"))
-    assert 1 <= len(kept) <= 3, "states that no checkpoint needs are deleted"
+    assert 1 <= len(kept) <= 4, "states that no checkpoint needs are deleted"
 
 
 def test_another_run_does_not_find_the_state_of_the_one_before(tmp_path: Path) -> None:

@@ -30,14 +30,14 @@ def check() -> None:
 
 def time_rounds() -> None:
     check()
-    table = Table(title="FedAvg, samples a second, 2 processes", caption="best of 5 medians, taken in turn")
+    table = Table(title="FedAvg, samples a second, 2 processes", caption="best of 3 medians, taken in turn")
     for column in ("work", "against", "its own", "fedstill", "ratio", "to reach"):
         table.add_column(column, justify="left" if column in ("work", "against") else "right")
     for work, rounds, goals in (
         (engine.SMALL_CLIENTS, 15, {"bare loop": 0.88, PFL.name: 1.2, FLOWER.name: 4.0}),
         (engine.LARGE_CLIENTS, 3, {"bare loop": 0.95, PFL.name: 1.2}),
     ):
-        rates = engine.against_peers(work, rounds=rounds, repeats=5, unavailable=console.print)
+        rates = engine.against_peers(work, rounds=rounds, repeats=3, unavailable=console.print)
         ours = rates.pop("fedstill")
         for name, rate in rates.items():
             goal = f"{goals[name]:.2f}" if name in goals else ""
@@ -75,11 +75,11 @@ def time_server() -> None:
 def time_methods() -> None:
     for cases, work, rounds, repeats in (
         (methods.CASES, methods.WORK, 5, 2),
-        (methods.SERVER_CASES, methods.SERVER_WORK, 2, 1),
+        (methods.SERVER_CASES, methods.SERVER_WORK, 4, 1),
     ):
         table = Table(
             title=f"A round of each method: {work.name}",
-            caption=f"best of {repeats}, next to FedAvg's; clients: seconds of all together; server: without waiting",
+            caption=f"medians, best of {repeats}, next to FedAvg's; clients: all together; server: without waiting",
         )
         for column in ("method", "over FedAvg", "at most", "clients s", "server s", "without caches", "saved"):
             table.add_column(column, justify="left" if column == "method" else "right")
@@ -128,7 +128,9 @@ def time_checkpoints() -> None:
 
 def time_starts() -> None:
     wait, round_ = start.resume_seconds()
-    table = Table(title="Seconds until something happens", caption="best of several")
+    table = Table(
+        title="Seconds until something happens", caption="best of several; whole processes, but resume in one that runs"
+    )
     for column in ("what", "seconds"):
         table.add_column(column, justify="left" if column == "what" else "right")
     table.add_row("fedstill --help", f"{start.help_seconds():.2f}")

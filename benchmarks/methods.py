@@ -124,15 +124,15 @@ def with_pool(work: Work) -> Federation:
 
 
 def cost(case: Case, work: Work, federation: Federation, rounds: int, *, cached: bool = True) -> Cost:
-    """The cheapest of a run's last rounds: the first have no teacher yet, and VOTE's buffer fills up."""
-    costs = Costs()
+    """The median of a run's last rounds: the first have no teacher yet, and VOTE's buffer fills up."""
+    costs, rounds = Costs(), rounds + case.settings.get("buffer", 1)
     with nullcontext() if cached else nothing_kept(case.asked):
         fedstill.run(
             case.method, data=federation, model=work.model, rounds=rounds + 1, participation=work.cohort / work.clients,
             batch_size=work.batch_size, epochs=work.epochs, lr=work.lr, workers=2, eval_every=0, listener=costs,
             **case.settings,
         )  # fmt: skip
-    return min(costs.rounds[-3:], key=lambda cost: cost.whole)
+    return sorted(costs.rounds[-3:], key=lambda cost: cost.whole)[1]
 
 
 @dataclass(frozen=True)

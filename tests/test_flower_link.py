@@ -31,6 +31,9 @@ from fedstill.flower import keys, private
 from fedstill.flower.link import Certificates, Failure, Link
 from fedstill.flower.node import serve
 
+# Beside the simulation, and next to the deployment: two groups that take about as long.
+pytestmark = pytest.mark.xdist_group("simulation")
+
 SITES = ["berlin", "lagos", "quito"]
 PATIENCE = 90.0  # seconds: machines that run tests are slow at times
 

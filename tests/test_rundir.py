@@ -192,6 +192,31 @@ def test_a_crash_before_the_first_checkpoint_starts_anew(tmp_path: Path, rounds:
     assert run.client_store.read(5, before=10**9) is None
 
 
+def test_a_first_step_of_many_rounds_without_its_checkpoint_starts_anew(tmp_path: Path) -> None:
+    """With regions elsewhere, one step is an episode."""
+    run = RunDirectory.create(tmp_path / "run", CONFIG)
+    run.append({"round": 5})
+    assert run.restore() is None
+
+
+def test_a_run_broken_off_is_restored_only_after_its_last_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, disk = after_rounds(tmp_path / "run", 1), threading.Event()
+
+    def slow(path: Path, data: bytes) -> None:
+        assert disk.wait(30)
+        write_atomic(path, data)
+
+    monkeypatch.setattr(rundir, "write_atomic", slow)
+    run.append({"round": 2})
+    run.checkpoint(2, state(2), active=[5])
+    threading.Timer(0.3, disk.set).start()
+    restored = run.restore()
+    assert restored is not None
+    assert restored[0] == 2
+
+
 def test_leftovers_of_writes_cut_off_are_removed_and_other_hidden_files_are_not(tmp_path: Path) -> None:
     run = after_rounds(tmp_path / "run", 1)
     (run.path / ".summary.json.0123456789ab.tmp").touch()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fedstill.core import tree
 from fedstill.core.errors import SettingError
 from fedstill.core.tree import Tree
 from fedstill.data import tokens
+from fedstill.experiment import rundir
 from fedstill.experiment.config import resolve
 from fedstill.experiment.rundir import RunDirectory
 from fedstill.experiment.runner import Listener
@@ -227,6 +229,27 @@ def test_a_server_that_was_killed_goes_on_and_sites_that_restarted_too(tmp_path:
     assert weights(tmp_path / "run") == weights(tmp_path / "alone")
     kept = list((tmp_path / "north/state").rglob("*.safetensors"))
     assert 1 <= len(kept) <= 4, "states that no checkpoint needs are deleted"
+
+
+def test_no_site_hears_of_a_round_before_the_checkpoint_of_the_last_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a server that is killed would ask again for a round that sites have left behind."""
+    out, slow = tmp_path / "run", rundir.RunDirectory._write_checkpoint
+
+    def slowly(self: rundir.RunDirectory, round_: int, state: bytes, active: Sequence[int]) -> None:
+        time.sleep(0.2)
+        slow(self, round_, state, active)
+
+    class Watched(Wire):
+        def answer(self, name: str, request: Tree) -> Any:
+            asked = request["request"]
+            if asked and asked["kind"] == "Train" and asked["round"] > 1:
+                assert (out / f"checkpoints/round-{asked['round'] - 1:06d}.safetensors").exists()
+            return super().answer(name, request)
+
+    monkeypatch.setattr(rundir.RunDirectory, "_write_checkpoint", slowly)
+    assert len(served(Watched(tmp_path), out, rounds=3).records) == 3
 
 
 def test_another_run_does_not_find_the_state_of_the_one_before(tmp_path: Path) -> None:

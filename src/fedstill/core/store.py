@@ -59,6 +59,7 @@ class Store:
             sync(folder)
         if folders:
             sync(self.root)
+            sync(self.root.parent)
 
     def rollback(self, round_: int) -> None:
         """Forget whatever rounds after `round_` wrote."""

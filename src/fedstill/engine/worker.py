@@ -107,7 +107,7 @@ class Worker:
             return {"samples": len(client.data), "message": self.method.last_words(client), "metrics": {}}
         objective = self._begin(client)
         client.fit(objective)
-        return self._end(client, request, time.perf_counter() - began)
+        return self._end(client, request, began)
 
     def grouped(self, requests: Sequence[Request]) -> list[list[Request]]:
         """The requests, in their order, in groups that are worked on at once: clients of one size and region."""
@@ -145,7 +145,7 @@ class Worker:
             began = time.perf_counter()
             if not joint:
                 client.fit(objective)
-            answers.append(self._end(client, request, share + time.perf_counter() - began))
+            answers.append(self._end(client, request, began - share))
         return answers
 
     def _client(self, task: Task, request: Train | Conclude, down: Message) -> Client:
@@ -166,8 +166,8 @@ class Worker:
         device.seed_layers(seeds.key(self.task.seed, "global stream", client.round, client.id))
         return self.method.set_out(client)
 
-    def _end(self, client: Client, request: Train, seconds: float) -> dict[str, Any]:
-        """What a client answers that has trained for so long."""
+    def _end(self, client: Client, request: Train, began: float) -> dict[str, Any]:
+        """What a client that has trained answers; it began at this moment of the clock."""
         message, declared = self.method.uplink(client), self.method.wire(self.task).up
         if self.attack.on_updates and client.id in self.attack.clients and fault(message, declared) is None:
             forged = self.attack.forged(message["model"], client.down["model"], client.flat, client.rng("attack"))
@@ -176,7 +176,7 @@ class Worker:
         if client.touched_state and fault(message, declared) is None:
             self.store.write(request.client, request.round, client.touched_state)
         metrics = {"train_loss": client.trained.loss} if client.trained else {}
-        metrics["seconds"] = seconds
+        metrics["seconds"] = time.perf_counter() - began
         if request.measure:
             metrics |= self._own_model(client)
         return {"samples": len(client.data), "message": message, "metrics": metrics}

@@ -24,7 +24,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +128,10 @@ class RunDirectory:
 
     def settle(self) -> None:
         """Have the last checkpoint on disk when this returns."""
-        writing, self._writing = self._writing, None
-        if writing:
-            writing.result()
+        if self._writing:
+            wait([self._writing])  # also if this is interrupted and asked again
+            done, self._writing = self._writing, None
+            done.result()
 
     def _write_checkpoint(self, round_: int, state: bytes, active: Sequence[int]) -> None:
         """What a checkpoint rests on goes to disk first, so that none is ever there without it."""
@@ -152,6 +153,10 @@ class RunDirectory:
 
     def restore(self) -> tuple[int, Tree] | None:
         """The newest checkpoint that is whole, and everything younger than it undone; None: no round is done."""
+        try:
+            self.settle()  # of a run in this process that was broken off
+        except OSError as error:
+            log.warning("the last checkpoint was not written: %s", error)
         damaged = []
         for round_ in reversed(self._checkpoint_rounds()):
             path = self._checkpoint_path(round_)
@@ -178,7 +183,7 @@ class RunDirectory:
 
     def _check_nothing_done(self) -> None:
         """Refuse to start anew, and so to forget its rounds, in a directory that lost its checkpoints."""
-        done = max((r["round"] for r in self.records()), default=0)
+        done = len(self.records())
         due = read_toml(self.path / "config.toml").get("checkpoint_every", 1)
         # A round is in metrics.jsonl before its checkpoint is written, so the first may lack one.
         if done > due or (self.path / "summary.json").exists():
@@ -274,11 +279,12 @@ class RunDirectory:
         try:
             self.settle()
         finally:
-            if self._writer:
-                self._writer.shutdown()
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None
+            if self._writer:
+                self._writer.shutdown(wait=False)
+                self._writer = None
 
 
 def check_place(path: Path, *, force: bool) -> None:

@@ -210,6 +210,8 @@ class Run:
 
     def _train(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         """A round of every region, and which they were; `measure`: clients also test the models they trained."""
+        if engine.patient:  # a client elsewhere must not have seen a round that this server, if killed, forgets
+            self.directory.settle()
         before = tree.encode(self._kept()) if engine.patient else None
         while True:
             try:

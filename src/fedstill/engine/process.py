@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ from fedstill.engine.worker import Request, Worker, answered, made
 _CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 _QUEUED = 2  # requests a worker may hold, so that it never waits for the next
 _DEATHS_ALLOWED = 3
+_PIPE = 1 << 20  # bytes; as much as a system allows everyone
 _BROADCAST = b""  # what follows is for all requests until the next
 
 
@@ -38,7 +40,8 @@ class _Hand:
     """One worker process and the places in the queue that it holds."""
 
     process: BaseProcess
-    pipe: Connection
+    pipe: Connection  # for requests
+    answers: Connection
     holds: deque[int] = field(default_factory=deque)
     knows: bytes | None = None  # what was broadcast to it last
 
@@ -69,10 +72,10 @@ class Processes(Engine):
                             if not self._give(hand, todo, groups, broadcast):
                                 self._replace(hand, todo, deaths)
                                 break
-                    ready = wait([h.pipe for h in self._hands if h.holds])
-                    for hand in [h for h in self._hands if h.pipe in ready]:
+                    ready = wait([h.answers for h in self._hands if h.holds])
+                    for hand in [h for h in self._hands if h.answers in ready]:
                         try:
-                            answer = tree.decode(hand.pipe.recv_bytes())
+                            answer = tree.decode(hand.answers.recv_bytes())
                         except (EOFError, OSError):
                             self._replace(hand, todo, deaths)
                             continue
@@ -87,21 +90,24 @@ class Processes(Engine):
     def close(self) -> None:
         for hand in self._hands:
             hand.pipe.close()
+            hand.answers.close()
             hand.process.kill()
         for hand in self._hands:
             hand.process.join()
         self._hands = []
 
     def _hire(self, others: list[_Hand]) -> _Hand:
-        ours, theirs = _CONTEXT.Pipe()
+        requests, ours = _CONTEXT.Pipe(duplex=False)
+        answers, theirs = _CONTEXT.Pipe(duplex=False)
+        _enlarge(theirs)
+        inherited = [ours, answers, *(end for h in others for end in (h.pipe, h.answers))]
         process = _CONTEXT.Process(
-            target=_serve,
-            args=(self._worker, theirs, [ours, *(h.pipe for h in others)], os.getpid()),
-            daemon=True,
+            target=_serve, args=(self._worker, requests, theirs, inherited, os.getpid()), daemon=True
         )
         process.start()
+        requests.close()
         theirs.close()
-        return _Hand(process, ours)
+        return _Hand(process, ours, answers)
 
     def _give(self, hand: _Hand, todo: deque[int], groups: Sequence[Sequence[Request]], broadcast: bytes) -> bool:
         """Hand over the next requests; False if the worker is gone."""
@@ -122,6 +128,7 @@ class Processes(Engine):
         hand.process.kill()
         hand.process.join()
         hand.pipe.close()
+        hand.answers.close()
         self._hands.remove(hand)
         self.deaths += 1
         if hand.holds:
@@ -137,7 +144,24 @@ class Processes(Engine):
         self._hands.append(self._hire(self._hands))
 
 
-def _serve(worker: Worker, pipe: Connection, inherited: list[Connection], parent: int) -> None:
+def _enlarge(pipe: Connection) -> None:
+    """Have a pipe take a whole answer, so that a worker need not wait until its last one is read."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE)
+
+
+def _keep_memory() -> None:
+    """Have the allocator keep what training frees and asks for again in every step, instead of giving it back."""
+    if sys.platform == "linux":
+        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+        with contextlib.suppress(OSError, AttributeError):  # other C libraries do otherwise
+            mallopt = ctypes.CDLL(None).mallopt
+            mallopt(M_MMAP_THRESHOLD, 1 << 25)
+            mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def _serve(worker: Worker, pipe: Connection, answers: Connection, inherited: list[Connection], parent: int) -> None:
     """The life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -147,6 +171,7 @@ def _serve(worker: Worker, pipe: Connection, inherited: list[Connection], parent
             with contextlib.suppress(OSError):
                 other.close()
     torch.set_num_threads(1)
+    _keep_memory()
     down: Message = {}
     while True:
         try:
@@ -158,7 +183,7 @@ def _serve(worker: Worker, pipe: Connection, inherited: list[Connection], parent
             return
         data = answered(partial(_work, worker, json.loads(told), down), tree.encode)
         try:
-            pipe.send_bytes(data)
+            answers.send_bytes(data)
         except OSError:
             return
 

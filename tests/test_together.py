@@ -16,10 +16,12 @@ from test_device import needed
 from torch import nn
 
 import fedstill
+from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
 from fedstill.data.federation import Federation, from_clients
 from fedstill.experiment.api import Result
 from fedstill.experiment.config import resolve
+from fedstill.experiment.machine import check_engine
 from fedstill.experiment.rundir import RunDirectory
 from fedstill.experiment.setup import prepare
 from fedstill.methods import registry
@@ -254,3 +256,9 @@ class Watched(fedstill.FedAvg):
 def test_what_an_objective_asks_for_is_done_for_each_client(tmp_path: Path, joint_fits: list[int]) -> None:
     outcome(Watched(), tmp_path, 4, data=federation((20, 20, 20)))
     assert joint_fits == [3, 3]
+
+
+def test_flowers_engine_refuses_it() -> None:
+    config = resolve({"engine": "flower", "together": 2})
+    with pytest.raises(SettingError, match="one client at a time"):
+        check_engine(config)

@@ -48,7 +48,9 @@ def evaluate(engine: Engine, federation: Federation, model: Tensor) -> Evaluatio
     loss, predicted = scores["loss"].numpy(), scores["predicted"].numpy()
     confusion = confusion_matrix(test.y.numpy(), predicted, len(federation.dataset.classes))
     hits, counts = confusion.diagonal().tolist(), confusion.sum(1).tolist()
-    if federation.test_source == "test":  # clients are tested on samples of the global test set: that was done
+    # Where clients are tested on samples of the global test set, that was done; BatchNorm by the batch has seen them in
+    # the batches of that set.
+    if federation.test_source == "test":
         right = (predicted == test.y.numpy())[federation.test_index].astype(np.int8)
     else:
         right = _score(engine, model, "local", int(federation.test_offsets[-1]))["right"].numpy()

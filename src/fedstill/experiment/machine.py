@@ -33,6 +33,8 @@ def check_engine(config: Config) -> None:
     """Refuse an engine that is not installed, or a device that is not there, before anything is begun."""
     found = device.find(config.device)
     if config.engine == "flower":
+        if config.together > 1:
+            raise SettingError("together: engine = 'flower' trains one client at a time; leave one of them out")
         if found != device.CPU:
             raise SettingError(f"device = {config.device!r}: engine = 'flower' works on the CPU; leave one of them out")
         try:

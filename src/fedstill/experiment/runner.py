@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import time
@@ -366,19 +367,14 @@ class Run:
         self._active_since_checkpoint.clear()
 
     def _write_results(self, summary: Record, evaluation: Evaluation | None) -> None:
-        federation = self.setup.federation
-        rows = ["client,train_samples,test_samples,accuracy"]
+        federation, rows = self.setup.federation, io.BytesIO()  # lines as objects would take more than all else
         local = evaluation.fair.local if evaluation else np.full(federation.clients, np.nan)
-        for name, n, m, accuracy in zip(
-            federation.client_names,
-            federation.sizes,
-            federation.test_sizes,
-            local,
-            strict=True,
-        ):
+        rows.write(b"client,train_samples,test_samples,accuracy\n")
+        names = federation.names or map(str, range(federation.clients))
+        for name, n, m, accuracy in zip(names, federation.sizes, federation.test_sizes, local, strict=True):
             quoted = '"' + name.replace('"', '""') + '"' if any(c in name for c in ',"\n') else name
-            rows.append(f"{quoted},{n},{m},{'' if math.isnan(accuracy) else f'{accuracy:.6f}'}")
-        self.directory.write("clients.csv", "\n".join(rows) + "\n")
+            rows.write(f"{quoted},{n},{m},{'' if math.isnan(accuracy) else f'{accuracy:.6f}'}\n".encode())
+        self.directory.write("clients.csv", rows.getvalue())
         if self.setup.method.global_model:
             self.directory.write("model.safetensors", save_tensors(self.trained_state_dict()))
         self.directory.write("summary.json", to_json(summary, indent=2) + "\n")

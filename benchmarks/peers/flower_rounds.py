@@ -1,9 +1,8 @@
 """FedAvg in Flower's simulation engine, on two Ray actors with one CPU each.
 
-An actor is one process for the whole run: it keeps the network and the data, and weights alone travel. Three ways
+An actor is one process for the whole run: it keeps the network and the data, and weights alone travel. Two ways
 through the same engine are given, since they differ in speed:
 - message: a ServerApp and a ClientApp that exchange messages, as Flower's documentation advises;
-- numpy: the same, with a NumPyClient and the older strategies;
 - start: `start_simulation`, which the documentation no longer advises, and which goes to the actors without a queue.
 """
 
@@ -25,7 +24,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.common import NDArrays, Parameters, ndarrays_to_parameters, parameters_to_ndarrays
-from flwr.server import ServerAppComponents, ServerConfig
+from flwr.server import ServerConfig
 from flwr.server.strategy import FedAvg as OlderFedAvg
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
@@ -104,7 +103,7 @@ def serve(grid: Grid, context: Context) -> None:
     job().answer(strategy.ends, dict(result.arrays.to_torch_state_dict()))
 
 
-# -- numpy and start ------------------------------------------------------------------------------------------------
+# -- start ----------------------------------------------------------------------------------------------------------
 
 
 class Trainer(NumPyClient):
@@ -142,7 +141,7 @@ class OlderTimed(OlderFedAvg):
         return aggregated, metrics
 
 
-def older(way: str) -> None:
+def start() -> None:
     work = job().work
     first = work.network().state_dict()
     strategy = OlderTimed(
@@ -153,35 +152,27 @@ def older(way: str) -> None:
         accept_failures=False,
         initial_parameters=ndarrays_to_parameters([p.numpy() for p in first.values()]),
     )
-    config = ServerConfig(num_rounds=job().rounds)
-    if way == "start":
-        start_simulation(
-            client_fn=make_client,
-            num_clients=work.clients,
-            client_resources=ACTOR,
-            config=config,
-            strategy=strategy,
-            ray_init_args=RAY,
-        )
-    else:
-        older_server = ServerApp(server_fn=lambda context: ServerAppComponents(strategy=strategy, config=config))
-        run_simulation(older_server, ClientApp(client_fn=make_client), work.clients, backend_config=backend())
+    start_simulation(
+        client_fn=make_client,
+        num_clients=work.clients,
+        client_resources=ACTOR,
+        config=ServerConfig(num_rounds=job().rounds),
+        strategy=strategy,
+        ray_init_args=RAY,
+    )
     assert strategy.last is not None
     arrays = parameters_to_ndarrays(strategy.last)
     job().answer(strategy.ends, dict(zip(first, map(torch.from_numpy, arrays), strict=True)))
-
-
-def backend() -> Any:
-    return {"client_resources": dict(ACTOR), "init_args": dict(RAY)}
 
 
 def main() -> None:
     way, os.environ[JOB] = sys.argv[1:]
     logging.getLogger("flwr").setLevel(logging.ERROR)
     if way == "message":
-        run_simulation(server_app, client_app, job().work.clients, backend_config=backend())
+        backend: Any = {"client_resources": dict(ACTOR), "init_args": dict(RAY)}
+        run_simulation(server_app, client_app, job().work.clients, backend_config=backend)
     else:
-        older(way)
+        start()
 
 
 if __name__ == "__main__":

@@ -179,8 +179,11 @@ def test_what_cannot_be_trained_together_is_trained_as_ever(tmp_path: Path, join
 def test_every_method_runs_with_clients_together(method: str, joint_fits: list[int]) -> None:
     images = {"data": "fashion-mini", "clients": 3, "partition": "iid", "fraction": 0.05, "image_size": 8, "regions": 1}
     images |= {"model": "mlp", "model_options": {"hidden": [6]}, "epochs": 1, "batch_size": 16, "lr": 0.01}
-    alone, joint = (fedstill.run(method, **PLAIN | images | needed(method), together=count) for count in (1, 4))
-    torch.testing.assert_close(weights(alone), weights(joint), rtol=2e-3, atol=2e-3)
+    settings = PLAIN | images | needed(method)
+    alone, joint = (fedstill.run(method, **settings, together=count) for count in (1, 4))
+    start = prepare(resolve(settings | {"method": method})).task.build().module.state_dict().values()
+    moved = weights(alone) - torch.cat([p.flatten() for p in start])
+    assert (weights(alone) - weights(joint)).norm() <= 0.01 * moved.norm()  # FedDistill has no model to move
     close([r["train_loss"] for r in alone.records], [r["train_loss"] for r in joint.records], 2e-3)
     assert joint_fits
 

@@ -17,8 +17,8 @@ from fedstill.data.federation import Federation
 from fedstill.distill import stage
 from fedstill.experiment.rundir import Record
 from fedstill.experiment.runner import Listener
-from fedstill.train.client import Client
 from fedstill.train.evaluate import predict
+from fedstill.train.task import LocalTraining
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,14 @@ class Costs(Listener):
 
 @contextmanager
 def nothing_kept(epochs: int) -> Iterator[None]:
-    """Teachers are asked about every batch of every epoch, as the equations read, instead of once a sample."""
+    """Samples are gathered for every batch, and teachers asked about it in every epoch, as the equations read."""
 
     def asked_again(*what: Any) -> Any:
         for _ in range(epochs - 1):
             predict(*what)
         return predict(*what)
 
-    with patch.object(Client, "_samples_drawn", lambda _: 0), patch.object(stage, "predict", asked_again):
+    with patch.object(LocalTraining, "drawn", lambda *_: 0), patch.object(stage, "predict", asked_again):
         yield
 
 

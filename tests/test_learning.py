@@ -225,6 +225,19 @@ def test_no_evaluation_meets_a_batch_of_one(policy: str) -> None:
     assert result.summary["final_accuracy"] is not None
 
 
+@pytest.mark.parametrize("kind", [torch.uint8, torch.float32])
+def test_samples_that_are_asked_for_once_are_those_that_are_kept(kind: torch.dtype) -> None:
+    x, y = (255 * torch.rand(20, 3, 4, 4)).to(kind), torch.arange(20)
+    split = fedstill.Split(x.contiguous(memory_format=torch.channels_last), y)
+    data = fedstill.Dataset("tiny", split, split, ("a", "b"), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2))
+    index = torch.tensor([3, 17, 4, 9])
+    kept, once = (Samples(split.x, y, index, data.normalise, again=again) for again in (True, False))
+    for ids in (torch.tensor([2, 0]), torch.tensor([1])):
+        assert torch.equal(kept.x(ids), once.x(ids))
+        assert kept.x(ids).stride() == once.x(ids).stride()
+    assert torch.equal(torch.cat(list(kept.parts(3))), torch.cat(list(once.parts(3))))
+
+
 def test_a_client_with_one_sample_can_train_a_network_with_batchnorm() -> None:
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(31, 4, generator=g), torch.arange(31) % 3

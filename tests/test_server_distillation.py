@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL, RunSmall, numbers, weights
+from torch import Tensor
 from torch.nn import functional as F
 
 import fedstill
@@ -30,7 +33,7 @@ from fedstill.methods.dafkd import DaFKD, normalised
 from fedstill.methods.fedhyb import FedHyb
 from fedstill.train.evaluate import Outputs, predict
 from fedstill.train.loop import Batch, Loss
-from fedstill.train.task import Task
+from fedstill.train.task import Samples, Task
 
 POOL = {"pool": 0.2, "proxy": "pool"}
 SHORT: dict[str, dict[str, Any]] = {
@@ -75,6 +78,45 @@ def targets_of(monkeypatch: pytest.MonkeyPatch, method: str) -> list[torch.Tenso
 
     monkeypatch.setattr(f"fedstill.methods.{method}.match_probabilities", noting)
     return seen
+
+
+def test_teachers_are_asked_on_several_threads_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = small_setup("feddf").task
+    assert task.proxy is not None
+    teachers = [task.initial + 0.05 * torch.randn(task.size) for _ in range(5)]
+    asked_by: set[tuple[int, str]] = set()
+    calls, together = count(), threading.Barrier(3, timeout=60)  # passed only when three are under way at once
+
+    def noting(task: Task, vector: Tensor, samples: Samples, role: str = "teacher") -> Outputs:
+        asked_by.add((threading.get_ident(), role))
+        if next(calls) < 3:
+            together.wait()
+        return predict(task, vector, samples, role)
+
+    alone = stage.ask(task, teachers, task.proxy)
+    monkeypatch.setattr(stage, "predict", noting)
+    at_once = stage.ask(task, teachers, task.proxy, threads=3)
+    assert len({role for _, role in asked_by}) == 3
+    assert threading.main_thread().ident not in {thread for thread, _ in asked_by}
+    for a, b in zip(alone, at_once, strict=True):
+        assert torch.equal(a.logits, b.logits)
+        assert torch.equal(a.features, b.features)
+
+
+def test_what_goes_wrong_while_a_teacher_is_asked_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = small_setup("feddf").task
+    assert task.proxy is not None
+    with pytest.raises(RuntimeError, match="size"):
+        stage.ask(task, [task.initial, task.initial[:-1]], task.proxy, threads=2)
+
+
+@pytest.mark.parametrize("method", ["feddf", "fedbe", "fedhyb", "dafkd", "lkd"])
+def test_a_server_on_two_cores_gives_the_bits_of_one(run_small: RunSmall, method: str) -> None:
+    settings = quickly(method) | {"engine": "process"}
+    if method == "fedhyb":
+        settings |= {"model": "lenet5", "image_size": 32, "model_options": {}}
+    one, two = (run_small(method, **settings, workers=workers) for workers in (1, 2))
+    assert torch.equal(weights(one), weights(two))
 
 
 SERVER_SIDES = ("feddf", "dafkd", "fedhyb", "fedgen", "fedftg", "fedbe", "creff", "lkd")

@@ -151,11 +151,13 @@ class Worker:
     def _client(self, task: Task, request: Train | Conclude, down: Message) -> Client:
         dataset, index = self.task.dataset, torch.from_numpy(self.federation.train(request.client))
         labels = self.attack.labels(request.client, dataset.train.y)
+        # To a GPU a client's samples are moved at once.
+        again = task.local.drawn(len(index)) > len(index) or device.current() != device.CPU
         return Client(
             task,
             request.client,
             request.round,
-            Samples(dataset.train.x, labels, index, dataset.normalise),
+            Samples(dataset.train.x, labels, index, dataset.normalise, again=again),
             down,
             read_state=lambda: self.store.read(request.client, before=request.round) or {},
         )

@@ -43,6 +43,11 @@ def check_engine(config: Config) -> None:
             raise SettingError("engine = 'flower' needs: pip install 'fedstill[flower]'") from error
 
 
+def server_threads(config: Config) -> int:
+    """On how many cores the server may work, once its clients have answered."""
+    return 1 if config.engine == "inline" else config.workers or cores()
+
+
 def cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

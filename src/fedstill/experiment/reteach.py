@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedstill.core import tree
 from fedstill.core.errors import SettingError
-from fedstill.experiment.machine import one_thread
+from fedstill.experiment.machine import one_thread, server_threads
 from fedstill.experiment.rundir import RunDirectory
 from fedstill.experiment.setup import Setup, prepare_again
 from fedstill.methods import registry
@@ -60,7 +60,13 @@ class SavedEpisode:
         methods = [registry.make(config.method, config.hyper | dict(variant)) for variant in variants]
         for variant, method in zip(variants, methods, strict=True):
             federation = self.setup.federation
-            server = Server(self.setup.task, federation.sizes, self.directory.server_store, self.setup.pool())
+            server = Server(
+                self.setup.task,
+                federation.sizes,
+                self.directory.server_store,
+                self.setup.pool(),
+                threads=server_threads(self.setup.config),
+            )
             server.model, server.round = self.old, self.round
             began = time.perf_counter()
             with one_thread(), torch.random.fork_rng(devices=[]):

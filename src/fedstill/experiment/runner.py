@@ -24,7 +24,7 @@ from fedstill.engine.base import Engine
 from fedstill.engine.worker import Conclude, Train, Worker
 from fedstill.experiment.config import anchored, fixed
 from fedstill.experiment.evaluation import Evaluation, evaluate, tested
-from fedstill.experiment.machine import make_engine, one_thread
+from fedstill.experiment.machine import make_engine, one_thread, server_threads
 from fedstill.experiment.regions import Region, cohort_size, draw_cohort, with_data
 from fedstill.experiment.rundir import Record, RunDirectory, to_json, without_nan
 from fedstill.experiment.setup import Setup
@@ -79,6 +79,7 @@ class Run:
             setup.pool(),
             clients=len(only.clients) if only else None,
             region=only.number if only else 0,
+            threads=server_threads(setup.config),
         )
         self.regional = {only.number: self.server} if only else self._regional_servers()
         self.records: list[Record] = []
@@ -105,12 +106,15 @@ class Run:
     def _regional_servers(self) -> dict[int, Server]:
         """A server for each region, which knows its own clients alone."""
         setup, pool, servers = self.setup, self.server.pool, {}
+        threads = server_threads(setup.config)
         for region in setup.hierarchy.regions:
             sizes = np.zeros_like(setup.federation.sizes)
             sizes[region.clients] = setup.federation.sizes[region.clients]
             store = self.directory.regional_store(region.number)
             members = len(region.clients)
-            servers[region.number] = Server(region.task, sizes, store, pool, clients=members, region=region.number)
+            servers[region.number] = Server(
+                region.task, sizes, store, pool, clients=members, region=region.number, threads=threads
+            )
         return servers
 
     def _count_samples(self) -> None:

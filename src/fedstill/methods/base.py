@@ -22,8 +22,10 @@ from fedstill.aggregate.mean import weighted_mean
 from fedstill.core import seeds
 from fedstill.core.store import Store
 from fedstill.core.tree import Message, Tree, first_not_finite
+from fedstill.distill.stage import ask
 from fedstill.models.base import Classifier
 from fedstill.train.client import Client
+from fedstill.train.evaluate import Outputs
 from fedstill.train.loop import Objective
 from fedstill.train.task import Samples, Task
 
@@ -123,6 +125,7 @@ class Server:
         *,
         clients: int | None = None,
         region: int = 0,
+        threads: int = 1,
     ) -> None:
         self.task = task
         self.sizes = sizes  # training samples of every client, active or not
@@ -135,6 +138,11 @@ class Server:
         self.state: dict[str, Any] = {}  # what the method keeps between rounds; part of every checkpoint
         self.notes: dict[str, Any] = {}  # what the method has to say about the round, for its record
         self.store = store  # what the method keeps for single clients, on disk
+        self._threads = threads  # how many cores it may use at once, while clients wait
+
+    def ask(self, teachers: Sequence[Tensor], samples: Samples) -> list[Outputs]:
+        """What each of these models says of each sample, in one pass; for every epoch that follows."""
+        return ask(self.task, teachers, samples, self._threads)
 
     def rng(self, purpose: str) -> torch.Generator:
         """A random stream of the server's own, for one purpose in this round."""

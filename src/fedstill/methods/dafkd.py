@@ -23,7 +23,7 @@ from fedstill.distill.generators import (
     to_images,
     to_inputs,
 )
-from fedstill.distill.stage import as_samples, ask, distil, match_probabilities, mean_logits, mean_probabilities
+from fedstill.distill.stage import as_samples, distil, match_probabilities, mean_logits, mean_probabilities
 from fedstill.methods.base import Needs, Part, Server, Uplink, Wire
 from fedstill.methods.server_side import ServerSide
 from fedstill.models.base import Classifier
@@ -204,7 +204,7 @@ class DaFKD(ServerSide):
             targets = (weighted / weighted.sum(1, keepdim=True)).float()
         else:
             pseudo = self.pseudo(task, server.state["generator"], server.round)
-            answers = ask(task, [up["model"] for up in uplinks], pseudo)
+            answers = server.ask([up["model"] for up in uplinks], pseudo)
             weights = None
             if self.judged:
                 weights = normalised(self.correlations(task, [up["discriminator"] for up in uplinks], answers, pseudo))

@@ -9,7 +9,7 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
-from fedstill.distill.stage import ask, distil, match_probabilities, mean_probabilities
+from fedstill.distill.stage import distil, match_probabilities, mean_probabilities
 from fedstill.methods.base import Server, Uplink
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.task import LocalTraining
@@ -39,7 +39,7 @@ class FedBE(ServerSide):
         models = torch.stack([up["model"] for up in uplinks])
         teachers = [server.model, *self.draw(server, models)]
         teachers += list(models) if self.clients_teach else []
-        mixture = mean_probabilities(ask(server.task, teachers, proxy))
+        mixture = mean_probabilities(server.ask(teachers, proxy))
         targets = (mixture.clamp(min=1e-38).log() / self.sharpen).softmax(1)  # p^(1/T), normalised
         training = LocalTraining(
             epochs=self.server_epochs,

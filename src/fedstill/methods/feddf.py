@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
-from fedstill.distill.stage import ask, distil, match_probabilities, mean_logits
+from fedstill.distill.stage import distil, match_probabilities, mean_logits
 from fedstill.methods.base import Server, Uplink
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.task import LocalTraining
@@ -29,7 +29,7 @@ class FedDF(ServerSide):
         if self.steps == 0:
             return
         proxy = self.proxy(server)
-        answers = ask(server.task, [up["model"] for up in uplinks], proxy)
+        answers = server.ask([up["model"] for up in uplinks], proxy)
         targets = mean_logits(answers).softmax(1)
         training = LocalTraining(
             epochs=1,

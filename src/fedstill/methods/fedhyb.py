@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedstill.core.errors import SettingError
 from fedstill.data.augment import rotate_by
-from fedstill.distill.stage import ask, distil, mean_features, mean_probabilities
+from fedstill.distill.stage import distil, mean_features, mean_probabilities
 from fedstill.methods.base import Needs, Server, Uplink
 from fedstill.methods.dafkd import DaFKD
 from fedstill.methods.server_side import ServerSide
@@ -122,7 +122,7 @@ class FedHyb(ServerSide):
         if not self.on_server:
             return
         samples = self.samples(server)
-        answers = ask(server.task, [up["model"] for up in uplinks], samples)
+        answers = server.ask([up["model"] for up in uplinks], samples)
         probabilities, features = mean_probabilities(answers), mean_features(answers)  # Eq. 6 and 7
 
         def loss(batch: Batch, out: Outputs) -> Tensor:

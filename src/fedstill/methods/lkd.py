@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fedstill.core import seeds
 from fedstill.core.errors import SettingError
 from fedstill.distill.reliability import among_teachers, class_auc
-from fedstill.distill.stage import ask, distil
+from fedstill.distill.stage import distil
 from fedstill.methods.base import Method, Server, Uplink
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.evaluate import Outputs, predict
@@ -105,7 +105,7 @@ class LKD(ServerSide):
         """Distil the teachers, and the old model, into `server.model`, which is their average so far."""
         began, task = time.perf_counter(), server.task
         pool = self.pool(server)
-        answers = ask(task, teachers, pool.samples)  # once; so is everything that follows from them
+        answers = server.ask(teachers, pool.samples)  # once; so is everything that follows from them
         auc = torch.stack([class_auc(a.logits[pool.checked], pool.samples.y[pool.checked]) for a in answers])
         beta = among_teachers(auc, self.Tw)
         gap = beta.max(0).values - beta.min(0).values

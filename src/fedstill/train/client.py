@@ -103,7 +103,7 @@ class Client:
         Without augmentation each sample is evaluated once, however many epochs follow; with it (or when only a
         part of the data will be drawn) the teacher sees each batch as it comes.
         """
-        if self.task.augment is None and self._samples_drawn() >= len(self.data):
+        if self.task.augment is None and self.task.local.drawn(len(self.data)) >= len(self.data):
             known = predict(self.task, weights, self.data)
             return lambda batch: Outputs(known.logits[batch.ids], known.features[batch.ids])
         self._live_teachers += 1
@@ -114,7 +114,3 @@ class Client:
             return outputs(classifier(frozen), batch.x)
 
         return live
-
-    def _samples_drawn(self) -> int:
-        local = self.task.local
-        return local.epochs * (local.steps_per_epoch * local.batch_size or len(self.data))

@@ -74,9 +74,9 @@ def load_for_evaluation(task: Task, vector: Tensor, role: str = "teacher") -> Fl
 
 
 @torch.no_grad()
-def predict(task: Task, vector: Tensor, samples: Samples) -> Outputs:
+def predict(task: Task, vector: Tensor, samples: Samples, role: str = "teacher") -> Outputs:
     """What the network with these weights says of all samples."""
-    module = classifier(load_for_evaluation(task, vector))
+    module = classifier(load_for_evaluation(task, vector, role))
     parts = [outputs(module, x) for x in samples.parts(EVAL_BATCH)]
     return Outputs(torch.cat([p.logits for p in parts]), torch.cat([p.features for p in parts]))
 

@@ -40,6 +40,10 @@ class LocalTraining:
     def lr_at(self, round_: int) -> float:
         return self.lr * self.lr_decay ** (round_ - 1)
 
+    def drawn(self, n: int) -> int:
+        """How many samples the steps of a round take from n: more than n, and some are taken again."""
+        return self.epochs * (self.steps_per_epoch * self.batch_size or n)
+
 
 @dataclass(frozen=True)
 class Task:
@@ -180,16 +184,19 @@ def classifier(net: FlatNet) -> Classifier:
 class Samples:
     """Inputs and labels of one holder. Small sets are prepared (gathered, normalised) once, large ones as asked for.
 
-    What is stored stays where it is; what is prepared is on the device that works with it.
+    What is stored stays where it is; what is prepared is on the device that works with it. `again`: whether samples
+    will be asked for more than once, so that it is worth keeping them prepared.
     """
 
     PREPARE_UP_TO = 1 << 26  # numbers, i.e. 256 MB as float32
 
-    def __init__(self, x: Tensor, y: Tensor, index: Tensor, prepare: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, x: Tensor, y: Tensor, index: Tensor, prepare: Callable[[Tensor], Tensor], *, again: bool = True
+    ) -> None:
         self._stored, self._labels, self._index, self._prepare = x, y, index.to(x.device), prepare
         small = len(index) * x[:1].numel() <= self.PREPARE_UP_TO
         self._y = here(y[self._index])
-        self._ready = self._gather(self._index) if small else None
+        self._ready = self._gather(self._index) if small and again else None
 
     def __len__(self) -> int:
         return len(self._index)

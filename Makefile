@@ -23,6 +23,7 @@ check: install
 	$(BIN)/mypy
 
 bench: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m benchmarks
 
 clean:

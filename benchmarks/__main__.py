@@ -1,14 +1,16 @@
-"""`make bench`: everything, or the parts that are named; ratios rather than seconds."""
+"""`make bench`: everything, or the parts that are named, in one table; ratios rather than seconds."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import checkpoints, engine, growth, methods, server, start
-from benchmarks.peers.environments import FLOWER, FLOWER_START, PFL
+from benchmarks.peers.environments import FLOWER, FLOWER_START, PFL, PFL_BY_HAND
+from benchmarks.table import RESULTS, Row, shown, write
 
 console = Console()
 TOLERANCE = 1e-5  # between weights that come of the same work, which move by far more
@@ -17,130 +19,113 @@ TOLERANCE = 1e-5  # between weights that come of the same work, which move by fa
 def check() -> None:
     """That all do the same work, before anybody's time counts."""
     table = Table(title="The same work: weights after two rounds of FedAvg", caption=f"at most {TOLERANCE:g} apart")
-    for column in ("network", "with", "largest change", "largest difference"):
+    for column in ("network", "batches an epoch", "with", "largest change", "largest difference"):
         table.add_column(column, justify="left" if column in ("network", "with") else "right")
     for work in (engine.SMALL_CLIENTS, engine.LARGE_CLIENTS):
-        change, apart = engine.differences(work, unavailable=console.print)
-        for name, difference in apart.items():
-            table.add_row(work.model, name, f"{change:.1e}", f"{difference:.1e}")
-            if not difference <= TOLERANCE:
-                raise SystemExit(f"{name} does other work than fedstill: {work.model} is {difference:.1e} apart")
+        for small in engine.without_order(work):
+            change, apart = engine.differences(small, unavailable=console.print)
+            for name, difference in apart.items():
+                table.add_row(work.model, str(small.batches), name, f"{change:.1e}", f"{difference:.1e}")
+                if not difference <= TOLERANCE:
+                    raise SystemExit(f"{name} does other work than fedstill: {work.model} is {difference:.1e} apart")
     console.print(table)
 
 
-def time_rounds() -> None:
+def time_rounds() -> Iterator[Row]:
     check()
-    table = Table(title="FedAvg, samples a second, 2 processes", caption="best of 3 medians, taken in turn")
-    for column in ("work", "against", "its own", "fedstill", "ratio", "to reach"):
-        table.add_column(column, justify="left" if column in ("work", "against") else "right")
-    for work, rounds, goals in (
-        (engine.SMALL_CLIENTS, 15, {"bare loop": 0.88, PFL.name: 1.2, FLOWER.name: 4.0}),
-        (engine.LARGE_CLIENTS, 3, {"bare loop": 0.95, PFL.name: 1.2}),
+    pfl = {PFL.name: 1.2, PFL_BY_HAND.name: 1.2}
+    for work, rounds, repeats, goals in (
+        (engine.SMALL_CLIENTS, 15, 5, pfl | {"bare loop": 0.88, FLOWER.name: 4.0}),
+        (engine.LARGE_CLIENTS, 3, 3, pfl | {"bare loop": 0.95}),
     ):
-        rates = engine.against_peers(work, rounds=rounds, repeats=3, unavailable=console.print)
+        rates = engine.against_peers(work, rounds=rounds, repeats=repeats, unavailable=console.print)
         ours = rates.pop("fedstill")
         for name, rate in rates.items():
-            goal = f"{goals[name]:.2f}" if name in goals else ""
-            table.add_row(work.name, name, f"{rate:,.0f}", f"{ours:,.0f}", f"{ours / rate:.2f}", goal)
-    console.print(table)
+            here, beside = f"{ours:,.0f} samples/s", f"{rate:,.0f}"
+            yield Row("engine", f"{work.name}: {name}", here, beside, ours / rate, goals.get(name))
 
 
-def time_runs() -> None:
+def time_runs() -> Iterator[Row]:
     work, rounds = engine.SMALL_CLIENTS, 20
     found = engine.with_start_up(
         work, rounds=rounds, repeats=3, peers=(FLOWER, FLOWER_START), unavailable=console.print
     )
-    table = Table(
-        title=f"{rounds} rounds from the start of the process to its end: {work.name}", caption="best of 3, in turn"
-    )
-    for column in ("against", "its own", "fedstill", "ratio", "to reach"):
-        table.add_column(column, justify="left" if column == "against" else "right")
-    ours, goals = found.pop("fedstill"), {FLOWER.name: "5.00"}
+    ours, goals = found.pop("fedstill"), {FLOWER.name: 5.0}
     for name, seconds in found.items():
-        table.add_row(name, f"{seconds:.1f} s", f"{ours:.1f} s", f"{seconds / ours:.2f}", goals.get(name, ""))
-    console.print(table)
+        what = f"{rounds} rounds, from the start of the process to its end: {name}"
+        yield Row("runs", what, f"{ours:.1f} s", f"{seconds:.1f} s", seconds / ours, goals.get(name))
 
 
-def time_server() -> None:
+def time_server() -> Iterator[Row]:
     naive, cached = server.stage_seconds()
-    table = Table(
-        title=f"Server distillation: {server.WORK.name}, {server.EPOCHS} epochs", caption="best of 4, in turn"
-    )
-    for column in ("every teacher in every step", "teachers asked once", "ratio", "to reach"):
-        table.add_column(column, justify="right")
-    table.add_row(f"{naive:.1f} s", f"{cached:.1f} s", f"{naive / cached:.2f}", f"{0.9 * server.ARITHMETIC:.2f}")
-    console.print(table)
+    what = f"{server.WORK.name}, {server.EPOCHS} epochs: every teacher in every step"
+    yield Row("server", what, f"{cached:.1f} s", f"{naive:.1f} s", naive / cached, 0.9 * server.ARITHMETIC)
+    alone, together = server.asking_seconds()
+    what = f"{server.WORK.name}: teachers asked one after the other"
+    yield Row("server", what, f"{together:.1f} s", f"{alone:.1f} s", alone / together)
 
 
-def time_methods() -> None:
+def time_methods() -> Iterator[Row]:
     for cases, work, rounds, repeats in (
         (methods.CASES, methods.WORK, 5, 2),
-        (methods.SERVER_CASES, methods.SERVER_WORK, 4, 1),
+        (methods.SERVER_CASES, methods.SERVER_WORK, 4, 2),
     ):
-        table = Table(
-            title=f"A round of each method: {work.name}",
-            caption=f"medians, best of {repeats}, next to FedAvg's; clients: all together; server: without waiting",
-        )
-        for column in ("method", "over FedAvg", "at most", "clients s", "server s", "without caches", "saved"):
-            table.add_column(column, justify="left" if column == "method" else "right")
         for found in methods.round_costs(cases, work, rounds=rounds, repeats=repeats):
             cost, plain, without = found.cost, found.fedavg, found.without
-            table.add_row(
-                found.case.name,
-                f"{cost.whole / plain.whole:.2f}",
-                "" if found.case.at_most is None else f"{found.case.at_most:.2f}",
-                f"{cost.clients:.2f}",
-                f"{cost.server:.2f}",
-                f"{without.whole / plain.whole:.2f}" if without else "",
-                f"{1 - cost.whole / without.whole:.0%}" if without else "",
+            note = f"clients {cost.clients:.2f} s, server {cost.server:.2f} s"
+            if without:
+                note += f"; without caches {without.whole:.2f} s, saved {1 - cost.whole / without.whole:.0%}"
+            yield Row(
+                "methods",
+                f"{work.name}: {found.case.name}",
+                f"{cost.whole:.2f} s",
+                f"FedAvg {plain.whole:.2f} s",
+                cost.whole / plain.whole,
+                at_most=found.case.at_most,
+                note=note,
             )
-        console.print(table)
 
 
-def measure_growth() -> None:
-    table = Table(
-        title=f"Growth: LeNet-5, {growth.ACTIVE} active clients of {growth.HELD} samples",
-        caption="MB without the arrays that say who holds what; in brackets, over that of the fewest clients",
-    )
-    for column in ("method", "clients", "seconds a round", "peak MB"):
-        table.add_column(column, justify="left" if column == "method" else "right")
+def measure_growth() -> Iterator[Row]:
     for method, settings in growth.METHODS:
         fewest: dict[str, float] = {}
         for clients in growth.CLIENTS:
-            found = growth.grown(method, settings, clients, rounds=8)
+            found = growth.grown(method, settings, clients, rounds=8, repeats=2)
             fewest = fewest or found
-            cells = [f"{found[key]:.2f} ({found[key] / fewest[key]:.2f})" for key in ("seconds", "megabytes")]
-            table.add_row(method, f"{clients:,}", *cells)
-    console.print(table)
+            ratios = {key: found[key] / fewest[key] for key in found}
+            what, first = f"{method}, {clients:,} clients", f"with {growth.CLIENTS[0]}"
+            seconds, memory, whole = found["seconds"], found["megabytes"], found["whole"]
+            beside = f"{fewest['seconds']:.3f} s {first}"
+            yield Row("growth", f"{what}: a round", f"{seconds:.3f} s", beside, ratios["seconds"], at_most=1.2)
+            beside, note = f"{fewest['megabytes']:.0f} MB {first}", f"{whole:.0f} MB with who holds what"
+            yield Row(
+                "growth", f"{what}: memory", f"{memory:.0f} MB", beside, ratios["megabytes"], at_most=1.3, note=note
+            )
+        yield Row("growth", f"{what}: all of its memory", f"{whole:.0f} MB", "4,000 MB", whole / 4000, at_most=1.0)
 
 
-def time_checkpoints() -> None:
-    table = Table(
-        title=f"A checkpoint after every round: {checkpoints.WORK.name}", caption="best of 2 medians, taken in turn"
-    )
-    for column in ("method", "s a round with", "s without", "cost", "at most"):
-        table.add_column(column, justify="left" if column == "method" else "right")
+def time_checkpoints() -> Iterator[Row]:
     for method in checkpoints.METHODS:
         with_, without = checkpoints.share(method)
-        table.add_row(method, f"{with_:.2f}", f"{without:.2f}", f"{with_ / without - 1:+.1%}", "3%")
-    console.print(table)
+        what = f"{checkpoints.WORK.name}, one a round: {method}"
+        yield Row(
+            "checkpoints", what, f"{with_:.2f} s", f"none: {without:.2f} s", with_ / without, at_most=1.03,
+            note=f"{with_ / without - 1:+.1%}",
+        )  # fmt: skip
 
 
-def time_starts() -> None:
+def time_starts() -> Iterator[Row]:
     wait, round_ = start.resume_seconds()
-    table = Table(
-        title="Seconds until something happens", caption="best of several; whole processes, but resume in one that runs"
-    )
-    for column in ("what", "seconds"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    table.add_row("fedstill --help", f"{start.help_seconds():.2f}")
-    table.add_row("fedstill run: the demo's first round, evaluation and results", f"{start.first_round_seconds():.2f}")
-    table.add_row(f"resume with {start.STATES:,} client states: until its next round begins", f"{wait:.2f}")
-    table.add_row("… and that round, of all of them", f"{round_:.2f}")
-    console.print(table)
+    for what, seconds in (
+        ("fedstill --help", start.help_seconds()),
+        ("fedstill run: the demo's first round, evaluation and results", start.first_round_seconds()),
+        (f"resume with {start.STATES:,} client states, in a process that runs: until its next round begins", wait),
+        ("… and that round, of all of them", round_),
+    ):
+        yield Row("start", what, f"{seconds:.2f} s")
 
 
-PARTS = {
+PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "engine": time_rounds,
     "runs": time_runs,
     "server": time_server,
@@ -161,8 +146,15 @@ def main() -> None:
     if told.check:
         check()
         return
+    rows: list[Row] = []
     for part in told.parts or PARTS:
-        PARTS[part]()
+        console.log(part)
+        for row in PARTS[part]():
+            rows.append(row)
+            write(rows)
+            console.log(*(cell for cell in row.cells()[1:] if cell), sep=" · ")
+    console.print(shown(rows))
+    console.print(f"in {RESULTS}")
 
 
 if __name__ == "__main__":

@@ -201,15 +201,18 @@ def with_start_up(
     return best
 
 
+def without_order(work: Work) -> list[Work]:
+    """Small variants in which the order of clients and samples does not matter, so that all who do the same work come
+    to the same weights but for rounding: one batch, and several batches of samples that are alike.
+    """
+    small = replace(work, clients=4, cohort=4, samples=32, batch_size=32, epochs=2)
+    return [small, replace(small, samples=10, batch_size=4, alike=True)]
+
+
 def differences(
     work: Work, *, peers: Sequence[Peer] = PEERS, unavailable: Callable[[str], None] = print
 ) -> tuple[float, dict[str, float]]:
-    """How far two rounds move a weight at most, and how far others then are from fedstill's weights at most.
-
-    Everyone takes part with all samples in one batch, so that neither the order of clients nor that of samples
-    matters, and all that do the same work come to the same weights but for rounding.
-    """
-    work = replace(work, clients=4, cohort=4, samples=32, batch_size=32, epochs=2)
+    """How far two rounds move a weight at most, and how far others then are from fedstill's weights at most."""
     rounds = 2
     x, y = work.stored()
     first = work.network()

@@ -6,11 +6,12 @@ import json
 import subprocess
 import sys
 import threading
-from pathlib import Path
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 import fedstill
@@ -40,7 +41,7 @@ def federation(clients: int) -> Federation:
 
 
 def cell(method: str, settings: dict[str, Any], clients: int, rounds: int) -> dict[str, float]:
-    """Seconds a round, and peak memory of all processes without the arrays that say who holds what; in MB."""
+    """Seconds a round, and MB at the peak of all processes: the whole, and without the arrays of who holds what."""
     torch.set_num_threads(1)
     held = federation(clients)
     arrays = sum(a.nbytes for a in (held.train_index, held.train_offsets, held.test_offsets)) / 1e6
@@ -50,7 +51,8 @@ def cell(method: str, settings: dict[str, Any], clients: int, rounds: int) -> di
             method, data=held, model="lenet5", rounds=rounds + 2, participation=ACTIVE / clients, batch_size=10,
             epochs=1, lr=0.01, workers=2, eval_every=0, listener=watch, **settings,
         )  # fmt: skip
-    return {"seconds": median(watch.seconds[:-1]), "megabytes": peak.megabytes - arrays}
+    seconds = median(watch.seconds[:-1])
+    return {"seconds": seconds, "megabytes": peak.megabytes - arrays, "whole": peak.megabytes}
 
 
 class Peak:
@@ -67,28 +69,26 @@ class Peak:
         self._thread.join()
 
     def _watch(self) -> None:
+        own = psutil.Process()
         while not self._over.wait(0.1):
-            self.megabytes = max(self.megabytes, sum(map(_proportional, _family())))
+            self.megabytes = max(self.megabytes, sum(map(_proportional, [own, *own.children(recursive=True)])))
 
 
-def _family() -> list[int]:
-    children = Path("/proc/self/task").glob("*/children")
-    return [0, *(int(pid) for path in children for pid in path.read_text().split())]
+def _proportional(process: psutil.Process) -> float:
+    with suppress(psutil.Error):  # it has ended
+        return float(process.memory_full_info().pss) / 1e6
+    return 0.0
 
 
-def _proportional(pid: int) -> float:
-    try:
-        lines = Path(f"/proc/{pid or 'self'}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("Pss:"))
-
-
-def grown(method: str, settings: dict[str, Any], clients: int, rounds: int) -> dict[str, float]:
-    """The same in a process of its own, so that nothing is left over from another."""
+def grown(method: str, settings: dict[str, Any], clients: int, rounds: int, repeats: int) -> dict[str, float]:
+    """The least of several, each in a process of its own, so that nothing is left over from another."""
     told = json.dumps([method, settings, clients, rounds])
-    done = subprocess.run([sys.executable, "-m", "benchmarks.growth", told], check=True, capture_output=True, text=True)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    command = [sys.executable, "-m", "benchmarks.growth", told]
+    taken = []
+    for _ in range(repeats):
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        taken.append(json.loads(done.stdout.splitlines()[-1]))
+    return {key: min(found[key] for found in taken) for key in taken[0]}
 
 
 if __name__ == "__main__":

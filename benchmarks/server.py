@@ -49,12 +49,7 @@ def naive(task: Task, start: Tensor, teachers: list[Tensor], samples: Samples) -
 
 def stage_seconds(repeats: int = 4) -> tuple[float, float]:
     """Seconds of the naive stage and of the library's, each the best of several, taken in turn."""
-    torch.set_num_threads(1)
-    federation = WORK.federation(*WORK.data())
-    task = prepare(resolve({"model": WORK.model, "partition": "natural"}), data=federation).task
-    train = federation.dataset.train
-    samples = Samples(train.x, train.y, torch.arange(SAMPLES), federation.dataset.normalise)
-    teachers = [task.initial + 0.01 * torch.randn(len(task.initial)) for _ in range(TEACHERS)]
+    task, teachers, samples = _prepared()
 
     def seconds(stage: Callable[[Task, Tensor, list[Tensor], Samples], None]) -> float:
         began = time.perf_counter()
@@ -63,3 +58,25 @@ def stage_seconds(repeats: int = 4) -> tuple[float, float]:
 
     taken = [(seconds(naive), seconds(cached)) for _ in range(repeats)]
     return min(n for n, _ in taken), min(c for _, c in taken)
+
+
+def asking_seconds(repeats: int = 4) -> tuple[float, float]:
+    """Seconds until all teachers are asked, on one thread and on two; each the best of several, taken in turn."""
+    task, teachers, samples = _prepared()
+
+    def seconds(threads: int) -> float:
+        began = time.perf_counter()
+        ask(task, teachers, samples, threads)
+        return time.perf_counter() - began
+
+    taken = [(seconds(1), seconds(2)) for _ in range(repeats)]
+    return min(one for one, _ in taken), min(two for _, two in taken)
+
+
+def _prepared() -> tuple[Task, list[Tensor], Samples]:
+    torch.set_num_threads(1)
+    federation = WORK.federation(*WORK.data())
+    task = prepare(resolve({"model": WORK.model, "partition": "natural"}), data=federation).task
+    train = federation.dataset.train
+    samples = Samples(train.x, train.y, torch.arange(SAMPLES), federation.dataset.normalise)
+    return task, [task.initial + 0.01 * torch.randn(len(task.initial)) for _ in range(TEACHERS)], samples

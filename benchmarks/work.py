@@ -32,6 +32,12 @@ class Work:
     batch_size: int
     epochs: int
     lr: float = 0.01
+    alike: bool = False  # a client's samples are all the same one, so that their order does not matter
+
+    @property
+    def batches(self) -> int:
+        """Of an epoch."""
+        return -(-self.samples // self.batch_size)
 
     @property
     def samples_a_round(self) -> int:
@@ -39,14 +45,15 @@ class Work:
 
     def data(self) -> tuple[Tensor, Tensor]:
         g = torch.Generator().manual_seed(0)
-        n = self.clients * self.samples
-        x = torch.randn(n, *self.shape, generator=g).contiguous(memory_format=torch.channels_last)
-        return x, torch.randint(0, 10, (n,), generator=g)
+        distinct, times = (self.clients, self.samples) if self.alike else (self.clients * self.samples, 1)
+        x = torch.randn(distinct, *self.shape, generator=g).repeat_interleave(times, 0)
+        y = torch.randint(0, 10, (distinct,), generator=g).repeat_interleave(times, 0)
+        return x.contiguous(memory_format=torch.channels_last), y
 
     def stored(self) -> tuple[Tensor, Tensor]:
         """The same, written once and mapped: all processes of all peers read one copy, and none waits for its own."""
         size = "x".join(map(str, (self.clients * self.samples, *self.shape)))
-        path = HOME / "data" / f"{size}.pt"
+        path = HOME / "data" / f"{size}{'-alike' if self.alike else ''}.pt"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(f".{os.getpid()}")

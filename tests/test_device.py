@@ -98,6 +98,7 @@ def test_everything_is_made_on_the_device_and_numbers_are_drawn_on_the_cpu() -> 
             torch.randint(0, 9, (4,), generator=rng),
             torch.empty(4, dtype=torch.float64).exponential_(generator=rng),
             torch.multinomial(torch.ones(3), 2, generator=rng),
+            torch.multinomial(input=torch.ones(3), num_samples=2, generator=rng),
         ]
 
     expected = drawn()

@@ -331,6 +331,20 @@ def test_an_optimiser_takes_the_steps_of_pytorchs_own(ours: Any, theirs: Any, se
         assert all(torch.equal(p, q) for p, q in zip(mine, other, strict=True)), step
 
 
+def test_momentum_begins_with_the_first_gradient_however_late() -> None:
+    torch.manual_seed(0)
+    mine = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2))]
+    other = [nn.Parameter(p.detach().clone()) for p in mine]
+    a, b = SGD(mine, 0.1, momentum=0.9), torch.optim.SGD(other, 0.1, momentum=0.9, foreach=False)
+    for step in range(4):
+        for p, q in list(zip(mine, other, strict=True))[: 1 if step < 2 else 2]:
+            p.grad = q.grad = torch.randn(p.shape)
+        a.step()
+        b.step()
+    for p, q in zip(mine, other, strict=True):
+        torch.testing.assert_close(p, q)
+
+
 def test_training_does_not_load_the_compiler() -> None:
     """It would take every worker process over a second."""
     code = (

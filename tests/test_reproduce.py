@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import SMALL
 
 import fedstill
@@ -136,5 +137,19 @@ def test_what_a_preset_lacks_is_said_before_its_first_run(tmp_path: Path, monkey
     given(monkeypatch, table=WITH_T1 | {"row": rows})
     with pytest.raises(fedstill.FedstillError, match="emnist-letters"):
         command.reproduce(
-            "test/table", "paper", seeds=1, data_dir=str(tmp_path), jobs=0, out=tmp_path / "out", dry_run=True
+            "test/table", "paper", seeds=1, data_dir=str(tmp_path), device=None, jobs=0, out=tmp_path, dry_run=True
         )
+
+
+def test_a_preset_runs_on_the_device_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, table=WITH_T1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    seen: list[str] = []
+    monkeypatch.setattr(command, "check", lambda cells: seen.extend(cell.config.device for cell in cells))
+    for device in (None, "cuda:0"):
+        command.reproduce(
+            "test/table", "cpu", seeds=1, data_dir=None, device=device, jobs=0, out=tmp_path, dry_run=True
+        )
+    assert seen == ["cpu"] * (len(seen) // 2) + ["cuda:0"] * (len(seen) // 2) != []
+    with pytest.raises(fedstill.SettingError, match="tpu"):
+        command.reproduce("test/table", "cpu", seeds=1, data_dir=None, device="tpu", jobs=0, out=tmp_path, dry_run=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import SMALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ import fedstill
 from fedstill.core import tree
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import write_atomic
-from fedstill.experiment import rundir
+from fedstill.experiment import api, rundir
 from fedstill.experiment.config import Config, parse_assignments, resolve
 from fedstill.experiment.logfile import logging_to
 from fedstill.experiment.rundir import RunDirectory, to_json
@@ -87,6 +88,16 @@ def test_a_start_that_failed_leaves_the_place_free(tmp_path: Path, monkeypatch: 
         with pytest.raises(OSError, match="No space"):
             RunDirectory.create(tmp_path / "run", CONFIG)
     RunDirectory.create(tmp_path / "run", CONFIG).release()
+
+
+def test_a_run_that_cannot_begin_gives_its_directory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(api, "keep", full)
+    with pytest.raises(OSError, match="no space"):
+        fedstill.run(**SMALL | {"rounds": 1}, out=tmp_path / "run")
+    RunDirectory.open(tmp_path / "run").release()
 
 
 def test_a_lock_alone_is_no_run_that_could_be_lost(tmp_path: Path) -> None:

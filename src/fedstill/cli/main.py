@@ -344,7 +344,8 @@ def reproduce(
     scale: Annotated[str, typer.Option(help="paper, or cpu: what two cores can do.")] = "paper",
     seeds: Annotated[int, typer.Option(help="Seeds, from 0 on.", min=1)] = 3,
     data_dir: DataDir = None,
-    jobs: Annotated[int, typer.Option(help="Runs at a time; 0 is one a core.", min=0)] = 0,
+    device: Device = None,
+    jobs: Annotated[int, typer.Option(help="Runs at a time; 0 is one a core, or one on a GPU.", min=0)] = 0,
     out: Annotated[Path, typer.Option(help="Where runs and tables go; finished runs there are used again.")] = Path(
         "runs/reproduced"
     ),
@@ -357,7 +358,9 @@ def reproduce(
 
     Interrupted, the same command goes on where it stopped.
     """
-    _commands("presets").reproduce(name, scale, seeds=seeds, data_dir=data_dir, jobs=jobs, out=out, dry_run=dry_run)
+    _commands("presets").reproduce(
+        name, scale, seeds=seeds, data_dir=data_dir, device=device, jobs=jobs, out=out, dry_run=dry_run
+    )
 
 
 @app.command(rich_help_panel="Papers")

@@ -36,8 +36,18 @@ def presets(name: str | None, scale: str) -> None:
     console.print(listing)
 
 
-def reproduce(name: str, scale: str, *, seeds: int, data_dir: str | None, jobs: int, out: Path, dry_run: bool) -> None:
-    given: dict[str, Any] = {"data_dir": data_dir} if data_dir else {}
+def reproduce(
+    name: str,
+    scale: str,
+    *,
+    seeds: int,
+    data_dir: str | None,
+    device: str | None,
+    jobs: int,
+    out: Path,
+    dry_run: bool,
+) -> None:
+    given: dict[str, Any] = {key: value for key, value in (("data_dir", data_dir), ("device", device)) if value}
     found = plans(name, checked(scale), seeds, out / "cells", **given)
     cells = list({cell.path: cell for plan in found for cell in plan.cells}.values())
     todo = [cell for cell in cells if not cell.finished]

@@ -86,10 +86,14 @@ class _Draws(TorchFunctionMode):
             return func(*args, **kwargs)
         device = torch.device(kwargs.pop("device", None) or current())
         with on(CPU):
-            drawn = func(*(arg.cpu() if isinstance(arg, Tensor) else arg for arg in args), **kwargs)
+            drawn = func(*map(_on_cpu, args), **{name: _on_cpu(value) for name, value in kwargs.items()})
         if args and isinstance(args[0], Tensor) and func.__name__.endswith("_"):  # such as exponential_
             return args[0].copy_(drawn)
         return drawn.to(device)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def seed_layers(seed: int) -> None:

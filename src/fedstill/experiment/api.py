@@ -99,7 +99,11 @@ def carry_out(setup: Setup, path: Path, *, force: bool = False, listener: Listen
     """Carry out what is prepared in a new run directory, which works from wherever it is resumed."""
     check_engine(setup.config)
     directory = RunDirectory.create(path, anchored(setup.config), force=force)
-    keep(setup, directory)
+    try:
+        keep(setup, directory)
+    except BaseException:
+        directory.release()
+        raise
     return execute(setup, directory, listener)
 
 

@@ -56,6 +56,8 @@ class SGD(Optimizer):
 
     def _move(self, places: list[int], params: list[Tensor], gradients: list[Tensor]) -> None:
         velocity = [self._velocity[i] for i in places]
+        if self._momentum and any(v is not None for v in velocity):  # a parameter may get its first gradient late
+            velocity = [torch.zeros_like(p) if v is None else v for p, v in zip(params, velocity, strict=True)]
         sgd(
             params, gradients, velocity, fused=self.fused, lr=self.lr, momentum=self._momentum,
             weight_decay=self.weight_decay, dampening=0.0, nesterov=False, maximize=False,

@@ -37,10 +37,10 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         ratio = "" if self.ratio is None else f"{self.ratio:.2f}"
-        goals = [f"≥ {self.at_least:g}"] * (self.at_least is not None)
-        goals += [f"≤ {self.at_most:g}"] * (self.at_most is not None)
-        notes = ["missed"] * (self.reached is False) + [self.note] * bool(self.note)
-        return self.part, self.what, self.here, self.beside, ratio, " ".join(goals), "; ".join(notes)
+        goals = [("≥", self.at_least), ("≤", self.at_most)]
+        goal = " ".join(f"{sign} {bound:.3g}" for sign, bound in goals if bound is not None)
+        notes = ["missed" if self.reached is False else "", self.note]
+        return self.part, self.what, self.here, self.beside, ratio, goal, "; ".join(filter(None, notes))
 
 
 def shown(rows: Sequence[Row]) -> Table:

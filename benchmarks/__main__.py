@@ -13,6 +13,7 @@ from benchmarks.peers.environments import FLOWER, FLOWER_START, PFL, PFL_BY_HAND
 from benchmarks.table import RESULTS, Row, shown, write
 
 console = Console()
+WIDE = 200  # characters that a row takes; a terminal that has fewer breaks it as it likes
 TOLERANCE = 1e-5  # between weights that come of the same work, which move by far more
 
 
@@ -153,8 +154,8 @@ def main() -> None:
             rows.append(row)
             write(rows)
             console.log(*(cell for cell in row.cells()[1:] if cell), sep=" · ")
-    console.print(shown(rows))
-    console.print(f"in {RESULTS}")
+    Console(width=max(console.width, WIDE)).print(shown(rows))
+    console.print(f"in {RESULTS}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,14 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def step(self) -> None:
-        moved = [i for i, p in enumerate(self.params) if p.grad is not None]
-        if moved:
-            self._move(moved, [self.params[i] for i in moved], [_gradient(self.params[i]) for i in moved])
+        places, params, gradients = [], [], []
+        for i, p in enumerate(self.params):
+            if p.grad is not None:
+                places.append(i)
+                params.append(p)
+                gradients.append(p.grad)
+        if places:
+            self._move(places, params, gradients)
 
     @abstractmethod
     def _move(self, places: list[int], params: list[Tensor], gradients: list[Tensor]) -> None: ...
@@ -55,11 +60,14 @@ class SGD(Optimizer):
         self._velocity: list[Tensor | None] = [None] * len(self.params)
 
     def _move(self, places: list[int], params: list[Tensor], gradients: list[Tensor]) -> None:
+        if not self._momentum and not self.weight_decay:  # the same bits, in half the time
+            torch._foreach_add_(params, gradients, alpha=-self.lr)
+            return
         velocity = [self._velocity[i] for i in places]
         if self._momentum and any(v is not None for v in velocity):  # a parameter may get its first gradient late
             velocity = [torch.zeros_like(p) if v is None else v for p, v in zip(params, velocity, strict=True)]
         sgd(
-            params, gradients, velocity, fused=self.fused, lr=self.lr, momentum=self._momentum,
+            params, _laid_out(gradients, params), velocity, fused=self.fused, lr=self.lr, momentum=self._momentum,
             weight_decay=self.weight_decay, dampening=0.0, nesterov=False, maximize=False,
         )  # fmt: skip
         for i, v in zip(places, velocity, strict=True):
@@ -80,8 +88,8 @@ class Adam(Optimizer):
                 self._memory[i] = {"step": torch.zeros((), device=p.device), **empty}
         steps, means, squares = ([self._memory[i][name] for i in places] for name in ("step", "exp_avg", "exp_avg_sq"))
         adam(
-            params, gradients, means, squares, [], steps, fused=self.fused, amsgrad=False, beta1=0.9, beta2=0.999,
-            lr=self.lr, weight_decay=self.weight_decay, eps=1e-8, maximize=False,
+            params, _laid_out(gradients, params), means, squares, [], steps, fused=self.fused, amsgrad=False,
+            beta1=0.9, beta2=0.999, lr=self.lr, weight_decay=self.weight_decay, eps=1e-8, maximize=False,
         )  # fmt: skip
 
     def state(self) -> Tree:
@@ -91,7 +99,7 @@ class Adam(Optimizer):
     def restore(self, state: Tree) -> None:
         """Take back what `state` gave."""
         self._memory = {
-            int(place): {name: _laid_out(value.clone(), self.params[int(place)]) for name, value in memory.items()}
+            int(place): {name: _as_laid_out(value.clone(), self.params[int(place)]) for name, value in memory.items()}
             for place, memory in state.items()
         }
 
@@ -103,13 +111,12 @@ def descend(loss: Tensor, params: Sequence[Tensor], optimizer: Optimizer) -> Non
     optimizer.step()
 
 
-def _gradient(p: Tensor) -> Tensor:
-    assert p.grad is not None
-    return _laid_out(p.grad, p)
+def _laid_out(gradients: list[Tensor], params: list[Tensor]) -> list[Tensor]:
+    """Gradients in the memory layout of their parameters, which fused kernels rely on without looking."""
+    return [_as_laid_out(gradient, p) for gradient, p in zip(gradients, params, strict=True)]
 
 
-def _laid_out(value: Tensor, like: Tensor) -> Tensor:
-    """A tensor in the memory layout of a parameter, which fused kernels rely on without looking."""
+def _as_laid_out(value: Tensor, like: Tensor) -> Tensor:
     if value.shape != like.shape or value.stride() == like.stride():
         return value
     return torch.empty_like(like).copy_(value)

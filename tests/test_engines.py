@@ -21,6 +21,7 @@ from conftest import SMALL, RunSmall, numbers, weights
 from safetensors.torch import load_file
 
 import fedstill
+from fedstill.core.store import Store
 from fedstill.core.tree import Message
 from fedstill.engine.process import Processes
 from fedstill.engine.worker import Train, Worker
@@ -168,6 +169,74 @@ def test_a_killed_worker_is_replaced_and_the_bits_stay_the_same(run_small: RunSm
     assert flag.exists()
     assert torch.equal(weights(survived), weights(undisturbed))
     assert numbers(survived) == numbers(undisturbed)
+
+
+@dataclass(frozen=True)
+class Meeting(fedstill.FedAvg):
+    """Clients who each wait until another one trains at the same time, in another process."""
+
+    folder: str = ""
+
+    def uplink(self, client: fedstill.Client) -> Message:
+        here = Path(self.folder) / f"{client.round}"
+        here.mkdir(exist_ok=True)
+        (here / f"{os.getpid()}").touch()
+        deadline = time.monotonic() + 60
+        while len(list(here.iterdir())) < 2:
+            assert time.monotonic() < deadline, "alone"
+            time.sleep(0.01)
+        return super().uplink(client)
+
+
+def test_two_clients_keep_two_workers_busy(run_small: RunSmall, tmp_path: Path) -> None:
+    run_small(Meeting(folder=str(tmp_path)), clients=2, participation=1.0, rounds=2, engine="process", workers=2)
+    assert {len(list((tmp_path / round_).iterdir())) for round_ in ("1", "2")} == {2}
+
+
+def test_the_last_client_of_a_round_goes_to_the_worker_that_is_free(tmp_path: Path) -> None:
+    """Three clients, the first of which takes until the others are done: one worker has it, the other has both."""
+    given: list[tuple[int, int]] = []
+
+    class Noted(Processes):
+        def _give(self, hand: Any, todo: Any, *others: Any) -> bool:
+            given.append((hand.process.pid, todo[0]))
+            return super()._give(hand, todo, *others)
+
+    setup = prepare(resolve({**SMALL, "clients": 3}))
+    worker = Worker(setup.task, setup.federation, Slow(folder=str(tmp_path)), Store(tmp_path / "clients"))
+    with Noted(worker, 2) as engine:
+        answers = list(engine.run([Train(k, 1) for k in range(3)], {"model": setup.task.initial}))
+    assert len(answers) == 3
+    by_place = {place: pid for pid, place in given}
+    assert by_place[0] != by_place[1] == by_place[2]
+
+
+@dataclass(frozen=True)
+class Slow(fedstill.FedAvg):
+    """Client 0 answers after the other two."""
+
+    folder: str = ""
+
+    def uplink(self, client: fedstill.Client) -> Message:
+        done = Path(self.folder)
+        deadline = time.monotonic() + 60
+        while client.id == 0 and len(list(done.glob("done*"))) < 2:
+            assert time.monotonic() < deadline, "nobody else was asked"
+            time.sleep(0.01)
+        (done / f"done {client.id}").touch()
+        return super().uplink(client)
+
+
+def test_an_only_worker_that_dies_between_rounds_is_replaced(tmp_path: Path) -> None:
+    setup = prepare(resolve({**SMALL, "clients": 2}))
+    worker = Worker(setup.task, setup.federation, fedstill.FedAvg(), Store(tmp_path / "clients"))
+    with Processes(worker, 1) as engine:
+        for round_ in (1, 2):
+            assert len(list(engine.run([Train(0, round_), Train(1, round_)], {"model": setup.task.initial}))) == 2
+            (hand,) = engine._hands
+            hand.process.kill()
+            hand.process.join()
+        assert engine.deaths == 1
 
 
 def test_work_that_always_kills_its_worker_ends_with_a_reason(run_small: RunSmall, tmp_path: Path) -> None:

@@ -67,11 +67,7 @@ class Processes(Engine):
         try:
             for place in range(len(groups)):
                 while place not in done:
-                    for hand in list(self._hands):
-                        while todo and todo[0] < place + window and len(hand.holds) < _QUEUED:
-                            if not self._give(hand, todo, groups, broadcast):
-                                self._replace(hand, todo, deaths)
-                                break
+                    self._deal(todo, place + window, groups, broadcast, deaths)
                     ready = wait([h.answers for h in self._hands if h.holds])
                     for hand in [h for h in self._hands if h.answers in ready]:
                         try:
@@ -109,9 +105,29 @@ class Processes(Engine):
         theirs.close()
         return _Hand(process, ours, answers)
 
+    def _deal(
+        self,
+        todo: deque[int],
+        end: int,
+        groups: Sequence[Sequence[Request]],
+        broadcast: bytes,
+        deaths: dict[int, int],
+    ) -> None:
+        """Give out requests up to this place: to everyone before anyone gets more, the last ones to who is idle."""
+        while True:
+            for held in range(_QUEUED):
+                for hand in list(self._hands):
+                    enough = held == 0 or len(todo) >= len(self._hands)
+                    due = todo and todo[0] < end and len(hand.holds) == held and enough
+                    if due and not self._give(hand, todo, groups, broadcast):
+                        self._replace(hand, todo, deaths)
+            if any(hand.holds for hand in self._hands):
+                return
+
     def _give(self, hand: _Hand, todo: deque[int], groups: Sequence[Sequence[Request]], broadcast: bytes) -> bool:
         """Hand over the next requests; False if the worker is gone."""
         told = [{"kind": type(request).__name__, **vars(request)} for request in groups[todo[0]]]
+        hand.holds.append(todo.popleft())
         try:
             if hand.knows is not broadcast:
                 hand.pipe.send_bytes(_BROADCAST)
@@ -120,7 +136,6 @@ class Processes(Engine):
             hand.pipe.send_bytes(json.dumps(told).encode())
         except OSError:
             return False
-        hand.holds.append(todo.popleft())
         return True
 
     def _replace(self, hand: _Hand, todo: deque[int], deaths: dict[int, int]) -> None:

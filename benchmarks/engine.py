@@ -16,7 +16,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from fedstill.experiment.rundir import Record
 from fedstill.experiment.runner import Listener
 
 SMALL_CLIENTS = Work("LeNet-5, 50 samples a client, batch 10", "lenet5", (3, 32, 32), 1000, 50, 50, 10, 1)
+T = TypeVar("T")
 LARGE_CLIENTS = Work("ResNet-8, 1000 samples a client, batch 64", "resnet8", (3, 32, 32), 20, 1000, 4, 64, 2)
 
 
@@ -161,14 +162,7 @@ def against_peers(
     }
     for peer in peers:
         runners[peer.name] = lambda peer=peer: peer.run(Job(work, rounds + 1)).rounds  # type: ignore[misc]
-    best = dict.fromkeys(runners, math.inf)
-    for _ in range(repeats):
-        for name in list(best):
-            try:
-                best[name] = min(best[name], median(runners[name]()))
-            except Unavailable as reason:
-                unavailable(str(reason))
-                del best[name]
+    best = in_turn(runners, repeats, median, unavailable)
     bare.close()
     return {name: work.samples_a_round / seconds for name, seconds in best.items()}
 
@@ -190,14 +184,21 @@ def with_start_up(
     }
     for peer in peers:
         runners[peer.name] = lambda peer=peer: peer.run(job).whole  # type: ignore[misc]
-    best = dict.fromkeys(runners, math.inf)
+    return in_turn(runners, repeats, float, unavailable)
+
+
+def in_turn(
+    runners: dict[str, Callable[[], T]], repeats: int, seconds: Callable[[T], float], unavailable: Callable[[str], None]
+) -> dict[str, float]:
+    """The fewest seconds of each runner in several turns; one that does not run is left out from then on."""
+    best: dict[str, float] = {}
     for _ in range(repeats):
-        for name in list(best):
+        for name, run_ in list(runners.items()):
             try:
-                best[name] = min(best[name], runners[name]())
+                best[name] = min(best.get(name, math.inf), seconds(run_()))
             except Unavailable as reason:
                 unavailable(str(reason))
-                del best[name]
+                del runners[name]
     return best
 
 

@@ -30,7 +30,7 @@ from fedstill.data.federation import Federation
 from fedstill.experiment.rundir import Record
 from fedstill.experiment.runner import Listener
 
-SMALL_CLIENTS = Work("LeNet-5, 50 samples a client, batch 10", "lenet5", (3, 32, 32), 1000, 50, 50, 10, 1)
+SMALL_CLIENTS = Work("small CNN, 50 samples a client, batch 10", "cnn", (3, 32, 32), 1000, 50, 50, 10, 1)
 T = TypeVar("T")
 LARGE_CLIENTS = Work("ResNet-8, 1000 samples a client, batch 64", "resnet8", (3, 32, 32), 20, 1000, 4, 64, 2)
 

@@ -89,6 +89,8 @@ def main() -> None:
     )
     if os.environ["RANK"] == "0":
         job.answer(clock.ends, net.state_dict())
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # pfl leaves it open, and a process that ends so sometimes aborts
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def time_rounds() -> Iterator[Row]:
     check()
     pfl = {PFL.name: 1.2, PFL_BY_HAND.name: 1.2}
     for work, rounds, repeats, goals in (
-        (engine.SMALL_CLIENTS, 15, 5, pfl | {"bare loop": 0.88, FLOWER.name: 4.0}),
+        (engine.SMALL_CLIENTS, 10, 7, pfl | {"bare loop": 0.88, FLOWER.name: 4.0}),
         (engine.LARGE_CLIENTS, 3, 3, pfl | {"bare loop": 0.95}),
     ):
         rates = engine.against_peers(work, rounds=rounds, repeats=repeats, unavailable=console.print)

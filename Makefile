@@ -22,9 +22,12 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+bench: .venv/bench
 	$(BIN)/python -m benchmarks
+
+.venv/bench: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	touch $@
 
 clean:
 	rm -rf .venv .bench build *.egg-info src/*.egg-info

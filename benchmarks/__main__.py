@@ -10,7 +10,8 @@ from rich.table import Table
 
 from benchmarks import checkpoints, engine, growth, methods, server, start
 from benchmarks.peers.environments import FLOWER, FLOWER_START, PFL, PFL_BY_HAND
-from benchmarks.table import RESULTS, Row, shown, write
+from benchmarks.table import Row, shown, write
+from benchmarks.work import HOME
 
 console = Console()
 WIDE = 200  # characters that a row takes; a terminal that has fewer breaks it as it likes
@@ -25,6 +26,8 @@ def check() -> None:
     for work in (engine.SMALL_CLIENTS, engine.LARGE_CLIENTS):
         for small in engine.without_order(work):
             change, apart = engine.differences(small, unavailable=console.print)
+            if not change > 100 * TOLERANCE:
+                raise SystemExit(f"{work.model} moves by {change:.1e}, too little to tell one work from another")
             for name, difference in apart.items():
                 table.add_row(work.model, str(small.batches), name, f"{change:.1e}", f"{difference:.1e}")
                 if not difference <= TOLERANCE:
@@ -92,10 +95,14 @@ def measure_growth() -> Iterator[Row]:
         fewest: dict[str, float] = {}
         for clients in growth.CLIENTS:
             found = growth.grown(method, settings, clients, rounds=8, repeats=2)
-            fewest = fewest or found
-            ratios = {key: found[key] / fewest[key] for key in found}
-            what, first = f"{method}, {clients:,} clients", f"with {growth.CLIENTS[0]}"
             seconds, memory, whole = found["seconds"], found["megabytes"], found["whole"]
+            what, first = f"{method}, {clients:,} clients", f"with {growth.CLIENTS[0]}"
+            if not fewest:
+                fewest = found
+                yield Row("growth", f"{what}: a round", f"{seconds:.3f} s")
+                yield Row("growth", f"{what}: memory", f"{memory:.0f} MB")
+                continue
+            ratios = {key: found[key] / fewest[key] for key in found}
             beside = f"{fewest['seconds']:.3f} s {first}"
             yield Row("growth", f"{what}: a round", f"{seconds:.3f} s", beside, ratios["seconds"], at_most=1.2)
             beside, note = f"{fewest['megabytes']:.0f} MB {first}", f"{whole:.0f} MB with who holds what"
@@ -148,14 +155,15 @@ def main() -> None:
         check()
         return
     rows: list[Row] = []
+    path = HOME / f"{'-'.join(told.parts) or 'all'}.md"
     for part in told.parts or PARTS:
         console.log(part)
         for row in PARTS[part]():
             rows.append(row)
-            write(rows)
+            write(rows, path)
             console.log(*(cell for cell in row.cells()[1:] if cell), sep=" · ")
     Console(width=max(console.width, WIDE)).print(shown(rows))
-    console.print(f"in {RESULTS}", soft_wrap=True)
+    console.print(f"in {path}", soft_wrap=True)
 
 
 if __name__ == "__main__":

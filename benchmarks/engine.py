@@ -30,8 +30,8 @@ from fedstill.data.federation import Federation
 from fedstill.experiment.rundir import Record
 from fedstill.experiment.runner import Listener
 
-SMALL_CLIENTS = Work("small CNN, 50 samples a client, batch 10", "cnn", (3, 32, 32), 1000, 50, 50, 10, 1)
 T = TypeVar("T")
+SMALL_CLIENTS = Work("small CNN, 50 samples a client, batch 10", "cnn", (3, 32, 32), 1000, 50, 50, 10, 1)
 LARGE_CLIENTS = Work("ResNet-8, 1000 samples a client, batch 64", "resnet8", (3, 32, 32), 20, 1000, 4, 64, 2)
 
 
@@ -190,7 +190,7 @@ def with_start_up(
 def in_turn(
     runners: dict[str, Callable[[], T]], repeats: int, seconds: Callable[[T], float], unavailable: Callable[[str], None]
 ) -> dict[str, float]:
-    """The fewest seconds of each runner in several turns; one that does not run is left out from then on."""
+    """The fewest seconds of each runner in several turns; one that never ran is left out from then on."""
     best: dict[str, float] = {}
     for _ in range(repeats):
         for name, run_ in list(runners.items()):
@@ -198,7 +198,8 @@ def in_turn(
                 best[name] = min(best.get(name, math.inf), seconds(run_()))
             except Unavailable as reason:
                 unavailable(str(reason))
-                del runners[name]
+                if name not in best:
+                    del runners[name]
     return best
 
 
@@ -237,7 +238,7 @@ def differences(
 def _apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     if a.keys() != b.keys():
         raise ValueError(f"not the same weights: {sorted(a.keys() ^ b.keys())}")
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
+    return float(torch.stack([(a[name] - b[name]).abs().max() for name in a]).max())  # NaN, if there is one
 
 
 def main() -> None:

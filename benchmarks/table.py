@@ -8,10 +8,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks.work import HOME
 from fedstill.core.files import write_atomic
 
-RESULTS = HOME / "results.md"
 COLUMNS = ("part", "what", "fedstill", "beside it", "ratio", "to reach", "")
 
 
@@ -36,7 +34,7 @@ class Row:
         return (self.at_least or 0.0) <= self.ratio <= (self.at_most or float("inf"))
 
     def cells(self) -> tuple[str, ...]:
-        ratio = "" if self.ratio is None else f"{self.ratio:.2f}"
+        ratio = "" if self.ratio is None else f"{self.ratio:.3f}"
         goals = [("≥", self.at_least), ("≤", self.at_most)]
         goal = " ".join(f"{sign} {bound:.3g}" for sign, bound in goals if bound is not None)
         notes = ["missed" if self.reached is False else "", self.note]
@@ -53,7 +51,7 @@ def shown(rows: Sequence[Row]) -> Table:
     return table
 
 
-def write(rows: Sequence[Row], path: Path = RESULTS) -> None:
+def write(rows: Sequence[Row], path: Path) -> None:
     """As Markdown, whole or not at all."""
     lines = [" | ".join(COLUMNS), "|".join("--:" if name == "ratio" else "---" for name in COLUMNS)]
     lines += [" | ".join(row.cells()) for row in rows]

@@ -99,6 +99,8 @@ def test_everything_is_made_on_the_device_and_numbers_are_drawn_on_the_cpu() -> 
             torch.empty(4, dtype=torch.float64).exponential_(generator=rng),
             torch.multinomial(torch.ones(3), 2, generator=rng),
             torch.multinomial(input=torch.ones(3), num_samples=2, generator=rng),
+            torch.nn.init.normal_(torch.zeros(3), generator=rng),
+            torch.randperm(4, generator=rng, out=torch.zeros(4, dtype=torch.int64)),
         ]
 
     expected = drawn()
@@ -109,6 +111,11 @@ def test_everything_is_made_on_the_device_and_numbers_are_drawn_on_the_cpu() -> 
         assert tree.decode(tree.encode({"w": there[0]}))["w"].device == GPU
         with device.on(CPU):
             assert torch.zeros(2).device == torch.randn(2, generator=torch.Generator()).device == CPU
+        weights, places = torch.nn.Parameter(torch.zeros(3)), torch.zeros(4, dtype=torch.int64)
+        torch.nn.init.uniform_(weights, 1.0, 2.0, generator=torch.Generator())
+        torch.randperm(4, generator=torch.Generator(), out=places)
+        assert weights.min() >= 1, "what is to be filled is filled"
+        assert places.sum() == 6
     assert all(torch.equal(a, b) for a, b in zip(there, expected, strict=True))
     assert device.current() == CPU
 

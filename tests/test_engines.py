@@ -227,15 +227,31 @@ class Slow(fedstill.FedAvg):
         return super().uplink(client)
 
 
-def test_an_only_worker_that_dies_between_rounds_is_replaced(tmp_path: Path) -> None:
-    setup = prepare(resolve({**SMALL, "clients": 2}))
+@pytest.mark.parametrize("workers", [1, 4])
+def test_workers_that_die_between_rounds_are_replaced(tmp_path: Path, workers: int) -> None:
+    setup = prepare(resolve({**SMALL, "clients": 4}))
     worker = Worker(setup.task, setup.federation, fedstill.FedAvg(), Store(tmp_path / "clients"))
-    with Processes(worker, 1) as engine:
+    with Processes(worker, workers) as engine:
         for round_ in (1, 2):
-            assert len(list(engine.run([Train(0, round_), Train(1, round_)], {"model": setup.task.initial}))) == 2
-            (hand,) = engine._hands
-            hand.process.kill()
-            hand.process.join()
+            assert len(list(engine.run([Train(k, round_) for k in range(4)], {"model": setup.task.initial}))) == 4
+            for hand in engine._hands:
+                hand.process.kill()
+                hand.process.join()
+        assert engine.deaths == workers
+
+
+def test_who_is_hired_while_requests_are_dealt_gets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two workers dies between the look at who is alive and its first request of the round."""
+    setup = prepare(resolve({**SMALL, "clients": 2}))
+    method = Meeting(folder=str(tmp_path))
+    worker = Worker(setup.task, setup.federation, method, Store(tmp_path / "clients"))
+    with Processes(worker, 2) as engine:
+        for round_ in (1, 2):
+            assert len(list(engine.run([Train(k, round_) for k in range(2)], {"model": setup.task.initial}))) == 2
+            first = engine._hands[0]
+            first.process.kill()
+            first.process.join()
+            monkeypatch.setattr(first.process, "is_alive", lambda: True)
         assert engine.deaths == 1
 
 

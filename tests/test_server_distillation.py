@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL, RunSmall, numbers, weights
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedstill
@@ -103,7 +103,25 @@ def test_teachers_are_asked_on_several_threads_with_the_same_bits(monkeypatch: p
         assert torch.equal(a.features, b.features)
 
 
-def test_what_goes_wrong_while_a_teacher_is_asked_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_networks_that_draw_while_they_are_asked_have_the_same_bits_too() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.randn(x.shape)
+
+    net = fedstill.models.as_classifier(nn.Sequential(nn.Flatten(), Noisy(), nn.Linear(784, 10)))
+    task = replace(small_setup("feddf").task, make_network=lambda: net)
+    assert task.proxy is not None
+
+    def asked(threads: int) -> list[Outputs]:
+        torch.manual_seed(0)
+        assert task.proxy is not None
+        return stage.ask(task, [task.initial] * 4, task.proxy, threads)
+
+    for a, b in zip(asked(1), asked(3), strict=True):
+        assert torch.equal(a.logits, b.logits)
+
+
+def test_what_goes_wrong_while_a_teacher_is_asked_is_said() -> None:
     task = small_setup("feddf").task
     assert task.proxy is not None
     with pytest.raises(RuntimeError, match="size"):

@@ -182,7 +182,7 @@ def compare(
     target: Target = None,
     seeds: Annotated[int, typer.Option(help="Repeat with so many seeds, from --seed on.", min=1)] = 1,
     sweep: Sweep = None,
-    jobs: Annotated[int, typer.Option(help="Runs at a time; 0 is one a core.", min=0)] = 0,
+    jobs: Annotated[int, typer.Option(help="Runs at a time; 0 is one a core, or one on a GPU.", min=0)] = 0,
     out: Out = None,
     set_: Set = None,
     force: Force = False,
@@ -346,9 +346,9 @@ def reproduce(
     data_dir: DataDir = None,
     device: Device = None,
     jobs: Annotated[int, typer.Option(help="Runs at a time; 0 is one a core, or one on a GPU.", min=0)] = 0,
-    out: Annotated[Path, typer.Option(help="Where runs and tables go; finished runs there are used again.")] = Path(
-        "runs/reproduced"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Where runs and tables go; finished runs there are used again, whatever the device.")
+    ] = Path("runs/reproduced"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be run, and for how long.")] = False,
 ) -> None:
     """Run a paper's table or figure again, and set the paper's numbers beside ours.

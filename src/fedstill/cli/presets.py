@@ -58,7 +58,7 @@ def reproduce(
         if scale == "cpu" and plan.preset.cpu:
             console.print(f"{plan.name} reduces: {plan.preset.cpu.reduces}", highlight=False)
     check(todo)
-    if todo:
+    if todo and not device:
         guess = duration(seconds_needed(todo))
         console.print(f"about {guess} for the clients' plain training; generators, teachers and tests come on top")
     if dry_run:

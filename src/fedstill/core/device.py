@@ -84,12 +84,13 @@ class _Draws(TorchFunctionMode):
         generator = kwargs.get("generator")
         if not isinstance(generator, torch.Generator) or generator.device != CPU or current() == CPU:
             return func(*args, **kwargs)
-        device = torch.device(kwargs.pop("device", None) or current())
+        device, out = torch.device(kwargs.pop("device", None) or current()), kwargs.pop("out", None)
         with on(CPU):
             drawn = func(*map(_on_cpu, args), **{name: _on_cpu(value) for name, value in kwargs.items()})
-        if args and isinstance(args[0], Tensor) and func.__name__.endswith("_"):  # such as exponential_
-            return args[0].copy_(drawn)
-        return drawn.to(device)
+        if func.__name__.endswith("_"):  # such as exponential_, and nn.init's, which name their tensor
+            out = args[0] if args else kwargs["tensor"]
+        with torch.no_grad():
+            return drawn.to(device) if out is None else out.copy_(drawn)
 
 
 def _on_cpu(value: Any) -> Any:

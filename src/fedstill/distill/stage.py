@@ -20,13 +20,22 @@ from fedstill.train.task import LocalTraining, Samples, Task
 def ask(task: Task, teachers: Sequence[Tensor], samples: Samples, threads: int = 1) -> list[Outputs]:
     """What each teacher says of each sample: one pass over the samples for each, however many epochs follow.
 
-    Up to `threads` teachers are asked at once, each by one thread: how many they are changes no bit.
+    Up to `threads` teachers are asked at once, each by one thread: how many they are changes no bit. Networks that
+    draw random numbers while they are asked, from the stream that threads share, are asked one after the other.
     """
     at_once = min(threads, len(teachers)) if current() == CPU else 1
-    if at_once < 2:
-        return [predict(task, teacher, samples) for teacher in teachers]
+    stream = torch.default_generator.get_state()
+    if at_once > 1:
+        answers = _ask_at_once(task, teachers, samples, at_once)
+        if torch.equal(stream, torch.default_generator.get_state()):
+            return answers
+        torch.default_generator.set_state(stream)
+    return [predict(task, teacher, samples) for teacher in teachers]
+
+
+def _ask_at_once(task: Task, teachers: Sequence[Tensor], samples: Samples, at_once: int) -> list[Outputs]:
     free: SimpleQueue[str] = SimpleQueue()
-    for role in [f"teacher {i}" for i in range(at_once)]:
+    for role in ["teacher", *(f"teacher {i}" for i in range(1, at_once))]:
         task.nets.get(role)  # made now: the first weights of a network come from a stream that threads share
         free.put(role)
 
@@ -37,7 +46,8 @@ def ask(task: Task, teachers: Sequence[Tensor], samples: Samples, threads: int =
         finally:
             free.put(role)
 
-    with ThreadPoolExecutor(at_once) as pool:
+    kernels = torch.get_num_threads()
+    with ThreadPoolExecutor(at_once, initializer=torch.set_num_threads, initargs=(kernels,)) as pool:
         return list(pool.map(one, teachers))
 
 

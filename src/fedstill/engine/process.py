@@ -62,6 +62,8 @@ class Processes(Engine):
         todo = deque(range(len(groups)))
         done: dict[int, list[Tree]] = {}
         deaths: dict[int, int] = {}
+        for hand in [hand for hand in self._hands if not hand.process.is_alive()]:
+            self._replace(hand, todo, deaths)  # it died while it had nothing to do, which is nobody's fault
         # Far enough ahead to keep everyone busy behind one slow client, near enough to bound what waits here.
         window = 4 * _QUEUED * self._count
         try:
@@ -95,7 +97,8 @@ class Processes(Engine):
     def _hire(self, others: list[_Hand]) -> _Hand:
         requests, ours = _CONTEXT.Pipe(duplex=False)
         answers, theirs = _CONTEXT.Pipe(duplex=False)
-        _enlarge(theirs)
+        for end in (ours, theirs):
+            _enlarge(end)
         inherited = [ours, answers, *(end for h in others for end in (h.pipe, h.answers))]
         process = _CONTEXT.Process(
             target=_serve, args=(self._worker, requests, theirs, inherited, os.getpid()), daemon=True
@@ -114,15 +117,12 @@ class Processes(Engine):
         deaths: dict[int, int],
     ) -> None:
         """Give out requests up to this place: to everyone before anyone gets more, the last ones to who is idle."""
-        while True:
-            for held in range(_QUEUED):
-                for hand in list(self._hands):
-                    enough = held == 0 or len(todo) >= len(self._hands)
-                    due = todo and todo[0] < end and len(hand.holds) == held and enough
-                    if due and not self._give(hand, todo, groups, broadcast):
-                        self._replace(hand, todo, deaths)
-            if any(hand.holds for hand in self._hands):
+        while todo and todo[0] < end:
+            hand = min(self._hands, key=lambda hand: len(hand.holds))
+            if len(hand.holds) == _QUEUED or (hand.holds and len(todo) < len(self._hands)):
                 return
+            if not self._give(hand, todo, groups, broadcast):
+                self._replace(hand, todo, deaths)
 
     def _give(self, hand: _Hand, todo: deque[int], groups: Sequence[Sequence[Request]], broadcast: bytes) -> bool:
         """Hand over the next requests; False if the worker is gone."""
@@ -160,7 +160,7 @@ class Processes(Engine):
 
 
 def _enlarge(pipe: Connection) -> None:
-    """Have a pipe take a whole answer, so that a worker need not wait until its last one is read."""
+    """Have a pipe take a whole message, so that nobody need wait until it is read."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE)

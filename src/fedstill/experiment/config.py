@@ -136,7 +136,9 @@ class Config(BaseModel):
     engine: Literal["process", "inline", "flower"] = Field(
         "process", description="worker processes, all in this one, or Flower's simulation engine"
     )
-    workers: int = Field(0, ge=0, description="worker processes; 0: one a core; on a GPU there are none")
+    workers: int = Field(
+        0, ge=0, description="worker processes, and threads of a server that asks models; 0: one a core; not on a GPU"
+    )
     device: str = Field(
         "cpu", description="cpu, cuda, cuda:1 and so on, or auto; on a GPU all work is done in this process"
     )

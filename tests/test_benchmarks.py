@@ -1,0 +1,71 @@
+"""What the benchmarks make of what they measure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.engine import SMALL_CLIENTS, in_turn, without_order
+from benchmarks.peers.environments import Unavailable
+from benchmarks.peers.job import Job
+from benchmarks.table import Row, shown, write
+
+
+@pytest.mark.parametrize(
+    ("ratio", "at_least", "at_most", "reached"),
+    [
+        (1.3, 1.2, None, True),
+        (1.199, 1.2, None, False),
+        (1.03, None, 1.03, True),
+        (1.04, None, 1.03, False),
+        (1.0, None, None, None),
+        (None, 1.0, None, None),
+    ],
+)
+def test_a_goal_is_reached_or_missed(
+    ratio: float | None, at_least: float | None, at_most: float | None, reached: bool | None
+) -> None:
+    row = Row("part", "what", "here", "beside", ratio, at_least, at_most, note="note")
+    assert row.reached is reached
+    assert row.cells()[-1] == ("missed; note" if reached is False else "note")
+
+
+def test_all_rows_are_one_table(tmp_path: Path) -> None:
+    rows = [Row("a", "first", "1 s"), Row("b", "second", "2 s", "4 s", 2.0, at_least=1.5)]
+    write(rows, tmp_path / "new" / "all.md")
+    lines = (tmp_path / "new" / "all.md").read_text().splitlines()
+    assert len(lines) == 4
+    assert {line.count("|") for line in lines} == {lines[0].count("|")}
+    assert "2.000 | ≥ 1.5" in lines[-1]
+    assert shown(rows).row_count == 2
+
+
+def test_the_best_of_several_turns_counts_and_who_never_runs_is_left_out() -> None:
+    taken = {"slow": iter([3.0, 2.0, 4.0]), "once": iter([5.0])}
+    said: list[str] = []
+
+    def once() -> float:
+        if (seconds := next(taken["once"], None)) is None:
+            raise Unavailable("once: failed")
+        return seconds
+
+    def never() -> float:
+        raise Unavailable("never: not installed")
+
+    runners = {"slow": lambda: next(taken["slow"]), "once": once, "never": never}
+    assert in_turn(runners, 3, float, said.append) == {"slow": 2.0, "once": 5.0}
+    assert said == ["never: not installed", "once: failed", "once: failed"]
+
+
+def test_the_check_of_peers_does_not_depend_on_the_order_of_samples() -> None:
+    one, several = without_order(SMALL_CLIENTS)
+    assert (one.batches, several.batches) == (1, 3)
+    x, y = several.data()
+    for client in range(several.clients):
+        held = several.held(client)
+        assert len(torch.unique(x[held], dim=0)) == len(torch.unique(y[held])) == 1
+    assert len(torch.unique(one.data()[0], dim=0)) == one.clients * one.samples
+    job = Job(several, 2, "here.pt")
+    assert Job.from_json(job.to_json()) == job

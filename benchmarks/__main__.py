@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -42,22 +43,32 @@ def time_rounds() -> Iterator[Row]:
         (engine.SMALL_CLIENTS, 10, 7, pfl | {"bare loop": 0.88, FLOWER.name: 4.0}),
         (engine.LARGE_CLIENTS, 3, 3, pfl | {"bare loop": 0.95}),
     ):
-        rates = engine.against_peers(work, rounds=rounds, repeats=repeats, unavailable=console.print)
-        ours = rates.pop("fedstill")
-        for name, rate in rates.items():
-            here, beside = f"{ours:,.0f} samples/s", f"{rate:,.0f}"
-            yield Row("engine", f"{work.name}: {name}", here, beside, ours / rate, goals.get(name))
+        turns = engine.against_peers(work, rounds=rounds, repeats=repeats, unavailable=console.print)
+        samples = work.samples_a_round
+        yield from compared(
+            "engine", work.name, turns, goals, lambda seconds, n=samples: f"{n / seconds:,.0f} samples/s"
+        )
 
 
 def time_runs() -> Iterator[Row]:
     work, rounds = engine.SMALL_CLIENTS, 20
-    found = engine.with_start_up(
+    turns = engine.with_start_up(
         work, rounds=rounds, repeats=3, peers=(FLOWER, FLOWER_START), unavailable=console.print
     )
-    ours, goals = found.pop("fedstill"), {FLOWER.name: 5.0}
-    for name, seconds in found.items():
-        what = f"{rounds} rounds, from the start of the process to its end: {name}"
-        yield Row("runs", what, f"{ours:.1f} s", f"{seconds:.1f} s", seconds / ours, goals.get(name))
+    what = f"{rounds} rounds, from the start of the process to its end"
+    yield from compared("runs", what, turns, {FLOWER.name: 5.0}, lambda seconds: f"{seconds:.1f} s")
+
+
+def compared(
+    part: str, what: str, turns: dict[str, list[float]], goals: dict[str, float], shown: Callable[[float], str]
+) -> Iterator[Row]:
+    """The best turn of each against fedstill's; also how far apart the single turns' ratios are."""
+    ours = turns.pop("fedstill")
+    for name, theirs in turns.items():
+        ratios = [b / a for a, b in zip(ours, theirs, strict=True) if math.isfinite(b)]
+        note = f"turn by turn {min(ratios):.2f} to {max(ratios):.2f}"
+        best = min(ours), min(theirs)
+        yield Row(part, f"{what}: {name}", *map(shown, best), best[1] / best[0], goals.get(name), note=note)
 
 
 def time_server() -> Iterator[Row]:

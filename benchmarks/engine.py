@@ -145,8 +145,8 @@ def against_peers(
     repeats: int,
     peers: Sequence[Peer] = PEERS,
     unavailable: Callable[[str], None] = print,
-) -> dict[str, float]:
-    """Samples a second of the bare loop, of fedstill and of each peer: the best of several medians, taken in turn.
+) -> dict[str, list[float]]:
+    """Seconds of a round of the bare loop, of fedstill and of each peer: a median in each of several turns.
 
     The first round of each counts for nobody: it is the one that starts processes.
     """
@@ -162,9 +162,9 @@ def against_peers(
     }
     for peer in peers:
         runners[peer.name] = lambda peer=peer: peer.run(Job(work, rounds + 1)).rounds  # type: ignore[misc]
-    best = in_turn(runners, repeats, median, unavailable)
+    taken = in_turn(runners, repeats, median, unavailable)
     bare.close()
-    return {name: work.samples_a_round / seconds for name, seconds in best.items()}
+    return taken
 
 
 def with_start_up(
@@ -174,8 +174,8 @@ def with_start_up(
     repeats: int,
     peers: Sequence[Peer],
     unavailable: Callable[[str], None] = print,
-) -> dict[str, float]:
-    """Seconds of whole runs, each in a new process, from its start to its end; the best of several, taken in turn."""
+) -> dict[str, list[float]]:
+    """Seconds of whole runs, each in a new process, from its start to its end, in each of several turns."""
     x, _ = work.stored()
     x.sum()
     job = Job(work, rounds)
@@ -189,18 +189,20 @@ def with_start_up(
 
 def in_turn(
     runners: dict[str, Callable[[], T]], repeats: int, seconds: Callable[[T], float], unavailable: Callable[[str], None]
-) -> dict[str, float]:
-    """The fewest seconds of each runner in several turns; one that never ran is left out from then on."""
-    best: dict[str, float] = {}
+) -> dict[str, list[float]]:
+    """The seconds of each runner in several turns, infinite where it failed; one that fails at once is left out."""
+    taken: dict[str, list[float]] = {}
     for _ in range(repeats):
         for name, run_ in list(runners.items()):
             try:
-                best[name] = min(best.get(name, math.inf), seconds(run_()))
+                taken.setdefault(name, []).append(seconds(run_()))
             except Unavailable as reason:
                 unavailable(str(reason))
-                if name not in best:
+                if name in taken:
+                    taken[name].append(math.inf)
+                else:
                     del runners[name]
-    return best
+    return taken
 
 
 def without_order(work: Work) -> list[Work]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.__main__ import compared
 from benchmarks.engine import SMALL_CLIENTS, in_turn, without_order
 from benchmarks.peers.environments import Unavailable
 from benchmarks.peers.job import Job
@@ -42,7 +44,7 @@ def test_all_rows_are_one_table(tmp_path: Path) -> None:
     assert shown(rows).row_count == 2
 
 
-def test_the_best_of_several_turns_counts_and_who_never_runs_is_left_out() -> None:
+def test_what_several_turns_took_is_kept_and_who_never_runs_is_left_out() -> None:
     taken = {"slow": iter([3.0, 2.0, 4.0]), "once": iter([5.0])}
     said: list[str] = []
 
@@ -55,8 +57,15 @@ def test_the_best_of_several_turns_counts_and_who_never_runs_is_left_out() -> No
         raise Unavailable("never: not installed")
 
     runners = {"slow": lambda: next(taken["slow"]), "once": once, "never": never}
-    assert in_turn(runners, 3, float, said.append) == {"slow": 2.0, "once": 5.0}
+    assert in_turn(runners, 3, float, said.append) == {"slow": [3.0, 2.0, 4.0], "once": [5.0, math.inf, math.inf]}
     assert said == ["never: not installed", "once: failed", "once: failed"]
+
+
+def test_the_best_turns_are_compared() -> None:
+    turns = {"fedstill": [2.0, 1.0, 4.0], "peer": [6.0, 4.0, math.inf]}
+    (row,) = compared("runs", "all", turns, {"peer": 3.5}, lambda seconds: f"{seconds:g} s")
+    assert (row.here, row.beside, row.ratio, row.reached) == ("1 s", "4 s", 4.0, True)
+    assert row.note == "turn by turn 3.00 to 4.00"
 
 
 def test_the_check_of_peers_does_not_depend_on_the_order_of_samples() -> None:

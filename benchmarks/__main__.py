@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -44,10 +45,11 @@ def time_rounds() -> Iterator[Row]:
         (engine.LARGE_CLIENTS, 3, 3, pfl | {"bare loop": 0.95}),
     ):
         turns = engine.against_peers(work, rounds=rounds, repeats=repeats, unavailable=console.print)
-        samples = work.samples_a_round
-        yield from compared(
-            "engine", work.name, turns, goals, lambda seconds, n=samples: f"{n / seconds:,.0f} samples/s"
-        )
+        yield from compared("engine", work.name, turns, goals, partial(rate, work.samples_a_round))
+
+
+def rate(samples: int, seconds: float) -> str:
+    return f"{samples / seconds:,.0f} samples/s"
 
 
 def time_runs() -> Iterator[Row]:
@@ -67,8 +69,8 @@ def compared(
     for name, theirs in turns.items():
         ratios = [b / a for a, b in zip(ours, theirs, strict=True) if math.isfinite(b)]
         note = f"turn by turn {min(ratios):.2f} to {max(ratios):.2f}"
-        best = min(ours), min(theirs)
-        yield Row(part, f"{what}: {name}", *map(shown, best), best[1] / best[0], goals.get(name), note=note)
+        a, b = min(ours), min(theirs)
+        yield Row(part, f"{what}: {name}", shown(a), shown(b), b / a, goals.get(name), note=note)
 
 
 def time_server() -> Iterator[Row]:

@@ -195,7 +195,8 @@ def in_turn(
     for _ in range(repeats):
         for name, run_ in list(runners.items()):
             try:
-                taken.setdefault(name, []).append(seconds(run_()))
+                spent = seconds(run_())
+                taken.setdefault(name, []).append(spent)
             except Unavailable as reason:
                 unavailable(str(reason))
                 if name in taken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from dataclasses import dataclass, replace
 from itertools import count
@@ -108,9 +109,9 @@ def test_networks_that_draw_while_they_are_asked_have_the_same_bits_too() -> Non
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.randn(x.shape)
 
-    net = fedstill.models.as_classifier(nn.Sequential(nn.Flatten(), Noisy(), nn.Linear(784, 10)))
-    task = replace(small_setup("feddf").task, make_network=lambda: net)
-    assert task.proxy is not None
+    setup = small_setup("feddf")
+    layers = nn.Sequential(nn.Flatten(), Noisy(), nn.Linear(setup.task.dataset.shape.numel(), 10))
+    task = replace(setup.task, make_network=lambda: fedstill.models.as_classifier(copy.deepcopy(layers)))
 
     def asked(threads: int) -> list[Outputs]:
         torch.manual_seed(0)

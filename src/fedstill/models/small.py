@@ -16,11 +16,11 @@ def lenet5(shape: Sequence[int], classes: int) -> Classifier:
     """LeNet-5 as in FedKF: the third convolution ends on a 1x1 map, whose 120 channels are the features."""
     body = nn.Sequential(
         nn.Conv2d(shape[0], 6, 5),
-        nn.ReLU(inplace=True),
         nn.MaxPool2d(2),
+        nn.ReLU(inplace=True),
         nn.Conv2d(6, 16, 5),
-        nn.ReLU(inplace=True),
         nn.MaxPool2d(2),
+        nn.ReLU(inplace=True),
         nn.Conv2d(16, 120, 5),
         nn.ReLU(inplace=True),
         nn.Flatten(),
@@ -35,11 +35,11 @@ def cnn(shape: Sequence[int], classes: int) -> Classifier:
     rows, columns = (((side - 4) // 2 - 4) // 2 for side in (height, width))
     body = nn.Sequential(
         nn.Conv2d(channels, 6, 5),
-        nn.ReLU(inplace=True),
         nn.MaxPool2d(2),
+        nn.ReLU(inplace=True),
         nn.Conv2d(6, 16, 5),
-        nn.ReLU(inplace=True),
         nn.MaxPool2d(2),
+        nn.ReLU(inplace=True),
         nn.Flatten(),
         nn.Linear(16 * rows * columns, 120),
         nn.ReLU(inplace=True),

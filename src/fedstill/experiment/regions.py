@@ -105,4 +105,5 @@ def draw_cohort(sizes: IntArray, able: IntArray, count: int, seed: int, round_: 
     """
     where = (round_, region) if region else (round_,)
     drawn = able[seeds.numpy_rng(seed, "cohort", *where).choice(len(able), count, replace=False)]
-    return [int(k) for k in sorted(drawn, key=lambda k: (-sizes[k], k))]
+    cohort: list[int] = drawn[np.lexsort((drawn, -sizes[drawn]))].tolist()
+    return cohort

@@ -83,10 +83,10 @@ class Run:
         )
         self.regional = {only.number: self.server} if only else self._regional_servers()
         self.records: list[Record] = []
+        self._settings = fixed(anchored(setup.config))  # for every checkpoint
         self._sizes = setup.federation.sizes
-        self._able: dict[
-            int, IntArray
-        ] = {}  # of each region; to look for them among a million takes longer than a round
+        # Of each region; to look for them among a million takes longer than a round.
+        self._able: dict[int, IntArray] = {}
         self._active_since_checkpoint: set[int] = set()
         self._last: dict[str, int] = {}  # what crossed after the last round
         self._restore()
@@ -99,7 +99,7 @@ class Run:
                 region.method.start(self.regional[region.number])
             return
         self.server.round, kept = restored
-        refuse_changes(kept.get("settings", {}), fixed(anchored(self.setup.config)))
+        refuse_changes(kept.get("settings", {}), self._settings)
         self._take(kept)
         self.records = self.directory.records()
 
@@ -366,7 +366,7 @@ class Run:
             self.regional[int(number)].model, self.regional[int(number)].state = own["model"], own["state"]
 
     def _checkpoint(self) -> None:
-        state = self._kept() | {"settings": fixed(anchored(self.setup.config))}
+        state = self._kept() | {"settings": self._settings}
         self.directory.checkpoint(self.server.round, state, sorted(self._active_since_checkpoint))
         self._active_since_checkpoint.clear()
 

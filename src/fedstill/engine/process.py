@@ -8,14 +8,13 @@ import fcntl
 import json
 import multiprocessing
 import os
-import select
 import signal
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -71,7 +70,8 @@ class Processes(Engine):
             for place in range(len(groups)):
                 while place not in done:
                     self._deal(todo, place + window, groups, broadcast, deaths)
-                    for hand in self._with_answers():
+                    ready = wait([h.answers for h in self._hands if h.holds])
+                    for hand in [h for h in self._hands if h.answers in ready]:
                         try:
                             answer = tree.decode(hand.answers.recv_bytes())
                         except (EOFError, OSError):
@@ -84,15 +84,6 @@ class Processes(Engine):
         except BaseException:
             self.close()  # answers still under way must not be taken for those of the next call
             raise
-
-    def _with_answers(self) -> list[_Hand]:
-        """The workers that have answered or died, once there is one."""
-        poll = select.poll()  # what multiprocessing's wait() does, in a third of its time
-        for hand in self._hands:
-            if hand.holds:
-                poll.register(hand.answers, select.POLLIN)
-        ready = {number for number, _ in poll.poll()}
-        return [hand for hand in self._hands if hand.answers.fileno() in ready]
 
     def close(self) -> None:
         for hand in self._hands:

@@ -17,7 +17,7 @@ METHODS = ("fedavg", "fedavg+t1", "scaffold")
 NEVER = 1_000_000  # rounds between checkpoints
 
 
-def share(method: str, *, rounds: int = 4, repeats: int = 3) -> tuple[float, float]:
+def share(method: str, *, rounds: int = 4, repeats: int = 2) -> tuple[float, float]:
     """Median seconds of a round with a checkpoint after each, and with none but the last; the best of several."""
     torch.set_num_threads(1)
     federation = WORK.federation(*WORK.data())

@@ -28,7 +28,7 @@ class Case:
     method: str
     settings: dict[str, Any]
     at_most: float | None = None  # times FedAvg's cost
-    asked: int = 0  # teachers are asked in each of so many epochs where their answers are not kept; 0: no teachers
+    asked: int = 0  # teachers are asked in each of so many epochs where their answers are not kept; 0: nothing is
 
     @property
     def name(self) -> str:
@@ -51,6 +51,9 @@ CASES = (
     Case("fedavg+median", {}),
     Case("fedavg+trimmed-mean", {}),
     Case("fedavg+krum", {"byzantine": 0}),
+    Case("fedavg+multi-krum", {"byzantine": 0}),
+    Case("fedavg+norm-clip", {}),
+    Case("fedavg+ccvr", {}),
     Case("fedgkd", {}, 1.10, asked=5),
     Case("fedgkd-vote", {"buffer": 5}, 1.40, asked=5),
     Case("fedgkd-plus", {}, asked=5),
@@ -63,15 +66,15 @@ CASES = (
 SERVER_WORK = replace(WORK, name="ResNet-8, 4 clients x 128 samples, batch 64, 1 epoch", epochs=1)
 _PROXY = {"proxy": "pool"}
 SERVER_CASES = (
-    Case("feddf", _PROXY, asked=100),  # 200 steps of 64 of 100 samples
+    Case("feddf", _PROXY | {"steps": 50}, asked=50),  # each step sees all 100 samples
     Case("fedbe", _PROXY, asked=20),
     Case("lkd", {}, asked=10),
     Case("mtkd", {}, asked=10),
-    Case("f2l", {"regions": 1}, asked=10),
-    Case("fedhyb", _PROXY, asked=1),
+    Case("f2l", {"regions": 1, "epsilon": 0}, asked=10),  # distils, however much the clients agree
+    Case("fedhyb", _PROXY),  # one epoch on the server
     Case("dafkd", {"batches": 10}, asked=5),
     Case("fedgen", {}),
-    Case("fedftg", {}),
+    Case("fedftg", {"iterations": 2}),
     Case("fedmd", _PROXY),
     Case("creff", {}),
 )
@@ -98,7 +101,10 @@ class Costs(Listener):
 
 @contextmanager
 def nothing_kept(epochs: int) -> Iterator[None]:
-    """Samples are gathered for every batch, and teachers asked about it in every epoch, as the equations read."""
+    """Samples are gathered for every batch, and teachers asked about it in every epoch, as the equations read.
+
+    What a method keeps by itself (LKD's old model, VOTE's losses, T1's sum) is kept here too.
+    """
 
     def asked_again(*what: Any) -> Any:
         for _ in range(epochs - 1):

@@ -10,9 +10,11 @@ import torch
 
 from benchmarks.__main__ import compared
 from benchmarks.engine import SMALL_CLIENTS, in_turn, without_order
+from benchmarks.methods import CASES, SERVER_CASES
 from benchmarks.peers.environments import Unavailable
 from benchmarks.peers.job import Job
 from benchmarks.table import Row, shown, write
+from fedstill.methods import registry
 
 
 @pytest.mark.parametrize(
@@ -78,3 +80,8 @@ def test_the_check_of_peers_does_not_depend_on_the_order_of_samples() -> None:
     assert len(torch.unique(one.data()[0], dim=0)) == one.clients * one.samples
     job = Job(several, 2, "here.pt")
     assert Job.from_json(job.to_json()) == job
+
+
+def test_every_method_and_modifier_is_timed_against_fedavg() -> None:
+    timed = {part for case in (*CASES, *SERVER_CASES) for part in case.method.split("+")}
+    assert timed == {*registry.names(), *registry.modifiers()}

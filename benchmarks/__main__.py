@@ -10,7 +10,7 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import checkpoints, engine, growth, methods, server, start
+from benchmarks import checkpoints, engine, growth, methods, profile, server, start
 from benchmarks.peers.environments import FLOWER, FLOWER_START, PFL, PFL_BY_HAND
 from benchmarks.table import Row, shown, write
 from benchmarks.work import HOME
@@ -57,7 +57,7 @@ def time_runs() -> Iterator[Row]:
     turns = engine.with_start_up(
         work, rounds=rounds, repeats=3, peers=(FLOWER, FLOWER_START), unavailable=console.print
     )
-    what = f"{rounds} rounds, from the start of the process to its end"
+    what = f"{work.name}: {rounds} rounds, from the start of the process to its end"
     yield from compared("runs", what, turns, {FLOWER.name: 5.0}, lambda seconds: f"{seconds:.1f} s")
 
 
@@ -101,6 +101,13 @@ def time_methods() -> Iterator[Row]:
                 at_most=found.case.at_most,
                 note=note,
             )
+
+
+def profile_methods() -> Iterator[Row]:
+    for case, found in profile.profiles():
+        note = f"most of it: {found.most}"
+        share = f"{found.outside / found.seconds:.1%} of {found.seconds:.1f} s"
+        yield Row("profile", f"{profile.WORK.name}: CPU time outside kernels, {case.name}", share, note=note)
 
 
 def measure_growth() -> Iterator[Row]:
@@ -151,6 +158,7 @@ PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "runs": time_runs,
     "server": time_server,
     "methods": time_methods,
+    "profile": profile_methods,
     "growth": measure_growth,
     "checkpoints": time_checkpoints,
     "start": time_starts,

@@ -10,10 +10,12 @@ import torch
 
 from benchmarks.__main__ import compared
 from benchmarks.engine import SMALL_CLIENTS, in_turn, without_order
-from benchmarks.methods import CASES, SERVER_CASES
+from benchmarks.methods import CASES, SERVER_CASES, Case, with_pool
 from benchmarks.peers.environments import Unavailable
 from benchmarks.peers.job import Job
+from benchmarks.profile import profiled
 from benchmarks.table import Row, shown, write
+from benchmarks.work import Work
 from fedstill.methods import registry
 
 
@@ -85,3 +87,10 @@ def test_the_check_of_peers_does_not_depend_on_the_order_of_samples() -> None:
 def test_every_method_and_modifier_is_timed_against_fedavg() -> None:
     timed = {part for case in (*CASES, *SERVER_CASES) for part in case.method.split("+")}
     assert timed == {*registry.names(), *registry.modifiers()}
+
+
+def test_a_profile_tells_kernels_from_what_is_around_them() -> None:
+    work = Work("small", "mlp", (1, 32, 32), 2, 100, 2, 50, 1)
+    found = profiled(Case("fedavg", {}), work, with_pool(work))
+    assert 0 < found.outside < found.seconds
+    assert found.most

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 
 import fedstill
 from fedstill.core.store import Store
-from fedstill.core.tree import Message
+from fedstill.core.tree import Message, nbytes
 from fedstill.engine.process import Processes
 from fedstill.engine.worker import Train, Worker
 from fedstill.experiment.config import resolve
@@ -209,6 +210,26 @@ def test_the_last_client_of_a_round_goes_to_the_worker_that_is_free(tmp_path: Pa
     assert len(answers) == 3
     by_place = {place: pid for pid, place in given}
     assert by_place[0] != by_place[1] == by_place[2]
+
+
+def test_a_worker_is_sent_the_weights_once_a_round_however_many_clients_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    send = Connection.send_bytes
+
+    def noted(self: Any, data: bytes) -> None:
+        sent.append(len(data))
+        send(self, data)
+
+    monkeypatch.setattr(Connection, "send_bytes", noted)
+    setup = prepare(resolve({**SMALL, "clients": 6}))
+    down = {"model": setup.task.initial}
+    worker = Worker(setup.task, setup.federation, fedstill.FedAvg(), Store(tmp_path / "clients"))
+    with Processes(worker, 2) as engine:
+        for round_ in (1, 2):
+            assert len(list(engine.run([Train(k, round_) for k in range(6)], down))) == 6
+    assert sum(size >= nbytes(down) for size in sent) == 2 * 2
 
 
 @dataclass(frozen=True)

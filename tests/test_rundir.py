@@ -271,6 +271,30 @@ def test_no_round_is_recorded_before_the_last_checkpoint_is_there(tmp_path: Path
         run.checkpoint(round_, state(round_), active=[])
 
 
+def test_a_checkpoint_holds_what_was_there_whatever_becomes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, changed, encode = RunDirectory.create(tmp_path / "run", CONFIG), threading.Event(), tree.encode
+
+    def late(kept: Any) -> bytes:
+        assert changed.wait(60)
+        return encode(kept)
+
+    monkeypatch.setattr(tree, "encode", late)
+    kept: dict[str, Any] = {"sum": torch.zeros(3), "models": [torch.zeros(3)], "rounds": {"last": 1}}
+    run.append({"round": 1})
+    run.checkpoint(1, kept, active=[])
+    kept["sum"] += 1
+    kept["models"][0].add_(1)
+    kept["models"].append(torch.ones(3))
+    kept["rounds"]["last"] = 2
+    changed.set()
+    restored = run.restore()
+    assert restored is not None
+    found = restored[1]
+    assert (found["sum"].sum(), torch.stack(found["models"]).sum(), found["rounds"]) == (0, 0, {"last": 1})
+
+
 def test_a_checkpoint_that_cannot_be_written_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = after_rounds(tmp_path / "run", 1)
 

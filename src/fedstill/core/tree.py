@@ -37,6 +37,15 @@ def encode(tree: Tree) -> bytes:
     return save_tensors(tensors, metadata={"tree": shape})
 
 
+def copied(node: Tree) -> Tree:
+    """The tree with tensors of its own, in main memory: what it was, whatever becomes of the other."""
+    if isinstance(node, Tensor):
+        return node.detach().to("cpu", copy=True)
+    if isinstance(node, dict):
+        return {key: copied(value) for key, value in node.items()}
+    return [copied(value) for value in node] if isinstance(node, list | tuple) else node
+
+
 # Functions of the module, not of the calls: a closure that calls itself is a cycle, which would keep every tensor that
 # it has seen until the next garbage collection.
 

@@ -124,7 +124,7 @@ class RunDirectory:
         """
         self.settle()  # one at a time, so that no more than one waits in memory
         self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
-        self._writing = self._writer.submit(self._write_checkpoint, round_, tree.encode(state), list(active))
+        self._writing = self._writer.submit(self._write_checkpoint, round_, tree.copied(state), list(active))
 
     def settle(self) -> None:
         """Have the last checkpoint on disk when this returns."""
@@ -133,14 +133,14 @@ class RunDirectory:
             done, self._writing = self._writing, None
             done.result()
 
-    def _write_checkpoint(self, round_: int, state: bytes, active: Sequence[int]) -> None:
+    def _write_checkpoint(self, round_: int, state: Tree, active: Sequence[int]) -> None:
         """What a checkpoint rests on goes to disk first, so that none is ever there without it."""
         before = max(self._checkpoint_rounds(), default=0)
         for store in self._stores():
             store.sync(active, since=before)
         if (metrics := self.path / "metrics.jsonl").exists():
             sync(metrics)
-        write_atomic(self._checkpoint_path(round_), state)
+        write_atomic(self._checkpoint_path(round_), tree.encode(state))
         kept = self._checkpoint_rounds()[-_KEPT:]
         for store in self._stores():
             store.prune(active, needed=kept[0])

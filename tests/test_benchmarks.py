@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import methods, profile
 from benchmarks.__main__ import compared
 from benchmarks.engine import SMALL_CLIENTS, in_turn, without_order
 from benchmarks.methods import CASES, SERVER_CASES, Case, with_pool
@@ -87,6 +88,12 @@ def test_the_check_of_peers_does_not_depend_on_the_order_of_samples() -> None:
 def test_every_method_and_modifier_is_timed_against_fedavg() -> None:
     timed = {part for case in (*CASES, *SERVER_CASES) for part in case.method.split("+")}
     assert timed == {*registry.names(), *registry.modifiers()}
+
+
+def test_rounds_that_are_timed_have_as_many_clients_as_each_modifier_needs() -> None:
+    modified = [case for case in CASES if "+" in case.method]
+    fewest = max(registry.make(case.method, case.settings).fewest_clients for case in modified)
+    assert 1 < fewest <= min(methods.WORK.cohort, profile.WORK.cohort)
 
 
 def test_a_profile_tells_kernels_from_what_is_around_them() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fedstill.core.errors import SettingError
+from fedstill.core.kernels import protect
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class FlatNet:
     """
 
     def __init__(self, module: nn.Module, vector: Tensor | None = None) -> None:
+        protect(module)
         self.module = module
         self.params = [p for p in module.parameters() if p.requires_grad]
         if not self.params:

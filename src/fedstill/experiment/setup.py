@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.attacks.attack import Attack, plan
-from fedstill.core import custom
+from fedstill.core import custom, kernels
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.data import TextSettings, augment, tokens
 from fedstill.data import load as load_dataset
@@ -455,7 +455,7 @@ def _check_fit(task: Task, config: Config) -> None:
     net.module.eval()
     x = task.dataset.normalise(task.dataset.train.x[:2])
     try:
-        with torch.no_grad():
+        with torch.no_grad(), kernels.Refusing():
             logits = outputs(classifier(net), x).logits
     except FedstillError:
         raise

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedstill.core.errors import SettingError
+from fedstill.core.kernels import conv2d
 from fedstill.models.base import Classifier
 from fedstill.models.norms import norms, statistics_kept
 
@@ -117,7 +118,7 @@ def _conv(layer: nn.Conv2d, x: Tensor, outputs: int) -> Tensor:
     else:  # depthwise: every channel has its own filter
         weight, groups = layer.weight[: x.shape[1]], x.shape[1]
     bias = None if layer.bias is None else layer.bias[: len(weight)]
-    return F.conv2d(x, weight, bias, layer.stride, layer.padding, layer.dilation, groups)
+    return conv2d(x, weight, bias, layer.stride, layer.padding, layer.dilation, groups)
 
 
 def _linear(layer: nn.Linear, x: Tensor, outputs: int) -> Tensor:

@@ -186,6 +186,21 @@ def test_a_run_cannot_be_shortened(undisturbed: Path, tmp_path: Path, rounds: in
     assert contents(path) == before
 
 
+def test_rounds_edited_below_those_done_are_refused(undisturbed: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(undisturbed, path)
+    config = path / "config.toml"
+    config.write_text(config.read_text().replace("rounds = 3\n", "rounds = 1\n"))
+    before = contents(path)
+    line = message(fedstill("resume", path))
+    assert line == (
+        f"rounds = 1: {path} has 3 rounds done; give 3 or more, in its config.toml or with --rounds, or start another run"
+    )
+    assert contents(path) == before
+    assert fedstill("resume", path, "--rounds", 3).code == 0
+    assert_same_run(path, undisturbed)
+
+
 # --- files of the user's own ---
 
 OWN = {

@@ -110,6 +110,15 @@ class RunDirectory:
                 break
         return records
 
+    def check_rounds(self, rounds: int) -> None:
+        """Refuse an end of the run that lies before the rounds already done."""
+        done = max([*(record["round"] for record in self.records()), *self._checkpoint_rounds()], default=0)
+        if rounds < max(1, done):
+            raise SettingError(
+                f"rounds = {rounds}: {self.path} has {done} rounds done; give {max(1, done)} or more, in its "
+                "config.toml or with --rounds, or start another run"
+            )
+
     def append(self, record: Record) -> None:
         """One more line of metrics.jsonl, on disk when the next checkpoint is, and not there before the last one is."""
         self.settle()

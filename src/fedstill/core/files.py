@@ -38,7 +38,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str, *, durable: bo
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        with temporary.open("xb") as file:
+        with naming(path), temporary.open("xb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             if durable:
                 file.flush()
@@ -47,7 +47,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str, *, durable: bo
     except BaseException as error:
         with suppress(OSError):  # the first error is the one to tell
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.filename == str(temporary):
             error.filename = str(path)  # the temporary name means nothing to anybody
         raise
     if durable:

@@ -354,6 +354,8 @@ def test_a_run_stopped_early_and_resumed_equals_an_uninterrupted_one(finished: P
     answer = fedstill("resume", tmp_path / "run")
     assert answer.code == 0, answer.err
     assert "Results" in answer.out
+    assert f"curves: {tmp_path / 'run' / 'curves.png'}" in answer.out
+    assert (tmp_path / "run" / "curves.png").read_bytes() == (finished / "curves.png").read_bytes()
     assert_same_run(tmp_path / "run", finished)
     assert (tmp_path / "run" / "clients.csv").read_text() == (finished / "clients.csv").read_text()
 

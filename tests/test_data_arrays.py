@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,61 @@ def test_a_truncated_npz_is_named(tmp_path: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(DataError, match=r"data\.npz: damaged"):
         load(str(path))
+
+
+def header(shape: str, dtype: str = "<f4") -> str:
+    return f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}}}\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        header(f"({10**12}, {10**6})"),
+        header(f"({10**40}, 2)"),
+        header(f"(0, {10**40})"),
+        header("(-1, 5)"),
+        header("(10**12, 5)"),
+        header("(3, 5)", "nonsense"),
+        header("(((("),
+        "'''\n",
+        "-" * 9000 + "1\n",
+        " " * 60_000,
+        "",
+        None,
+    ],
+    ids=[
+        *("more than any memory", "no number of C", "empty of no number of C", "negative", "an expression", "no dtype"),
+        *("not closed", "not closed string", "too deep", "too long", "nothing", "no array"),
+    ],
+)
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_an_npz_with_a_header_that_makes_no_sense_is_refused_in_one_line(
+    tmp_path: Path, name: str, text: str | None
+) -> None:
+    path = Path(saved(tmp_path, **({"y": LABELS} if name == "x" else {"x": X})))
+    member = b"hello" if text is None else b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(f"{name}.npy", member)
+    with pytest.raises(DataError, match=r"data\.npz: (damaged, or |no array)") as caught:
+        load(str(path))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"y": np.array([b"\xff", b"a"] * 5)}, "holds strings that are no text"),
+        ({"y": LABELS, "client": np.array([b"\xff"] * 10)}, "holds strings that are no text"),
+        ({"y": np.frombuffer(b"\xff\xff\xff\x7f" * 10, "<U1")}, "holds strings that are no text"),
+        ({"y": LABELS, "x_test": np.float32(3), "y_test": LABELS}, r"x_test: shape \(\) has no axis"),
+    ],
+)
+def test_arrays_that_cannot_be_what_they_are_called_are_refused(
+    tmp_path: Path, arrays: dict[str, Array], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load(saved(tmp_path, x=X, **arrays))
 
 
 def test_image_size_needs_images(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -20,12 +22,13 @@ import pytest
 import torch
 from conftest import SMALL, RunSmall, numbers, weights
 from safetensors.torch import load_file
+from torch import nn
 
 import fedstill
 from fedstill.core.store import Store
 from fedstill.core.tree import Message, nbytes
 from fedstill.engine.process import Processes
-from fedstill.engine.worker import Train, Worker
+from fedstill.engine.worker import Score, Train, Worker
 from fedstill.experiment.config import resolve
 from fedstill.experiment.regions import draw_cohort, with_data
 from fedstill.experiment.rundir import RunDirectory
@@ -151,22 +154,28 @@ def test_resumed_after_every_single_round_gives_the_same_bits(run_small: RunSmal
 
 @dataclass(frozen=True)
 class Suicidal(fedstill.FedAvg):
-    """A client whose first attempt in round 2 kills its worker, as the system does when memory runs out."""
+    """A client whose first attempt in round 2 ends its worker, as a kernel or the system may."""
 
     flag: str = ""
     always: bool = False
+    by: int = signal.SIGKILL
 
     def uplink(self, client: fedstill.Client) -> Message:
-        if client.round == 2 and client.id % 2 and (self.always or not Path(self.flag).exists()):
+        if client.round == 2 and client.id == 3 and (self.always or not Path(self.flag).exists()):
             Path(self.flag).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            faulthandler.disable()  # pytest's own
+            os.kill(os.getpid(), self.by)
         return super().uplink(client)
 
 
-def test_a_killed_worker_is_replaced_and_the_bits_stay_the_same(run_small: RunSmall, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_worker_is_replaced_and_the_bits_stay_the_same(
+    run_small: RunSmall, tmp_path: Path, by: signal.Signals
+) -> None:
     undisturbed = run_small(participation=1.0)
     flag = tmp_path / "died"
-    survived = run_small(Suicidal(flag=str(flag)), participation=1.0, engine="process", workers=2)
+    survived = run_small(Suicidal(flag=str(flag), by=by), participation=1.0, engine="process", workers=2)
     assert flag.exists()
     assert torch.equal(weights(survived), weights(undisturbed))
     assert numbers(survived) == numbers(undisturbed)
@@ -276,10 +285,73 @@ def test_who_is_hired_while_requests_are_dealt_gets_one(tmp_path: Path, monkeypa
         assert engine.deaths == 1
 
 
-def test_work_that_always_kills_its_worker_ends_with_a_reason(run_small: RunSmall, tmp_path: Path) -> None:
-    deadly = Suicidal(flag=str(tmp_path / "died"), always=True)
-    with pytest.raises(fedstill.FedstillError, match="ended its worker process 3 times"):
-        run_small(deadly, participation=1.0, engine="process", workers=2)
+def tiny_network() -> nn.Module:
+    return TinyNet(nn.Flatten(), nn.Linear(16 * 16, 10))
+
+
+class TinyNet(nn.Sequential):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("by", "advice"),
+    [
+        (signal.SIGSEGV, "--engine inline"),
+        (signal.SIGABRT, "--engine inline"),
+        (signal.SIGKILL, "memory runs out: fewer workers"),
+    ],
+)
+def test_work_that_always_kills_its_worker_ends_with_whose_it_was_and_goes_on_when_it_is_mended(
+    run_small: RunSmall, tmp_path: Path, by: signal.Signals, advice: str
+) -> None:
+    deadly, out = Suicidal(flag=str(tmp_path / "died"), always=True, by=int(by)), tmp_path / "run"
+    settings: dict[str, Any] = {"participation": 1.0, "model": tiny_network, "engine": "process", "workers": 2}
+    with pytest.raises(fedstill.FedstillError) as caught:
+        run_small(deadly, out=out, **settings)
+    said = str(caught.value)
+    assert said.startswith(
+        f"client 3 in round 2, network <tiny_network> (TinyNet), ended its worker process 2 times ({by.name}); "
+    )
+    assert advice in said
+    assert "\n" not in said
+    assert f"ended its worker process ({by.name}); it is tried once more" in (out / "log.txt").read_text()
+
+    resumed = fedstill.resume(out, method=fedstill.FedAvg(), model=tiny_network)
+    undisturbed = run_small(fedstill.FedAvg(), **settings)
+    assert torch.equal(weights(resumed), weights(undisturbed))
+    assert numbers(resumed) == numbers(undisturbed)
+
+
+def test_clients_that_are_trained_at_once_are_all_named(tmp_path: Path) -> None:
+    setup = prepare(resolve(SMALL))
+    worker = Worker(setup.task, setup.federation, fedstill.FedAvg(), Store(tmp_path), together=3)
+    engine = Processes(worker, 1)
+    assert engine._named([Train(1, 7), Train(4, 7)]) == "clients 1, 4 in round 7, network cnn (Stacked),"
+    assert engine._named([Score("test", 0, 50)]) == "the evaluation of samples 0 to 49, network cnn (Stacked),"
+
+
+def test_a_worker_that_answered_before_it_died_is_not_blamed_for_that(tmp_path: Path) -> None:
+    """It dies between its answer and the next request: the answer counts, and nobody is to blame."""
+    setup = prepare(resolve({**SMALL, "clients": 3, "model": "mlp", "model_options": {"hidden": [8]}}))
+    worker = Worker(setup.task, setup.federation, fedstill.FedAvg(), Store(tmp_path / "clients"))
+    blamed: list[list[int]] = []
+
+    class Fatal(Processes):
+        def _give(self, hand: Any, todo: Any, *others: Any) -> bool:
+            if todo[0] and hand.holds and not blamed:
+                hand.pipe.close()  # it ends once it has answered
+                hand.process.join()
+            return super()._give(hand, todo, *others)
+
+        def _replace(self, hand: Any, *others: Any) -> None:
+            blamed.append(list(hand.holds))
+            super()._replace(hand, *others)
+
+    with Fatal(worker, 1) as engine:
+        answers = list(engine.run([Train(k, 1) for k in range(3)], {"model": setup.task.initial}))
+    assert len(answers) == 3
+    assert blamed == [[]]
+    assert engine.deaths == 1
 
 
 def test_no_worker_outlives_the_engine(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ import torch
 from commandline import SHORT, Answer, assert_same_run, fedstill, interrupted_after, metrics, model, run, short
 
 import fedstill as library
+from fedstill.cli.failure import Halted
+from fedstill.core.files import naming
+from fedstill.experiment.config import resolve
 from fedstill.experiment.rundir import RunDirectory
 
 HINT = "what is done is kept; continue with: fedstill resume"
@@ -184,6 +187,22 @@ def test_a_run_cannot_be_shortened(undisturbed: Path, tmp_path: Path, rounds: in
     before = contents(path)
     assert f"{rounds}" in message(fedstill("resume", path, "--rounds", rounds))
     assert contents(path) == before
+
+
+def test_rounds_edited_below_those_done_are_refused(undisturbed: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(undisturbed, path)
+    config = path / "config.toml"
+    config.write_text(config.read_text().replace("rounds = 3\n", "rounds = 1\n"))
+    before = contents(path)
+    line = message(fedstill("resume", path))
+    assert line == (
+        f"rounds = 1: {path} has 3 rounds done; give 3 or more, in its config.toml or with --rounds, "
+        "or start another run"
+    )
+    assert contents(path) == before
+    assert fedstill("resume", path, "--rounds", 3).code == 0
+    assert_same_run(path, undisturbed)
 
 
 # --- files of the user's own ---
@@ -538,7 +557,8 @@ def test_when_a_checkpoint_does_not_fit_the_earlier_one_is_kept(undisturbed: Pat
     first = path / "checkpoints" / "round-000001.safetensors"
     before = first.read_bytes()
     with files_at_most(len(before) // 2):
-        assert "File too large" in message(fedstill("resume", path), hint=True)
+        line = message(fedstill("resume", path), hint=True)
+    assert line == f"{first.with_name('round-000002.safetensors')}: File too large"
     assert first.read_bytes() == before
     assert [p.name for p in (path / "checkpoints").glob("*round*")] == [first.name], "nothing half written is left"
     assert fedstill("resume", path).code == 0
@@ -575,13 +595,48 @@ def test_a_disk_that_is_full_at_any_write_costs_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         answer = fedstill("run", "fedavg", *short(out=path))
-    assert "No space left on device" in message(answer, hint=began)
+    line = message(answer, hint=began)
+    assert line.endswith(": No space left on device")
+    assert line.startswith(f"{path}/")
+    assert name in Path(line.split(": ")[0]).name, "it names the file, and not the temporary one"
+    assert not Path(line.split(": ")[0]).name.startswith(".")
     there = (path / "config.toml").exists()
     assert there == (name != "config.toml")
     answer = fedstill("resume", path) if there else fedstill("run", "fedavg", *short(out=path))
     assert answer.code == 0, answer.err
     assert_same_run(path, undisturbed)
     assert not list(path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("engine", ["inline", "process"])
+def test_a_full_disk_is_named_wherever_it_is_written(engine: str, tmp_path: Path) -> None:
+    """A client's state, by the process that trains it; a line of metrics.jsonl; a picture."""
+    path = tmp_path / "run"
+    with files_at_most(20_000):
+        line = message(fedstill("run", "scaffold", *short(out=path, engine=engine, workers=1)), hint=True)
+    assert re.fullmatch(rf"{re.escape(str(path))}/checkpoints/clients/0/\d\.1\.safetensors: File too large", line)
+
+    directory = RunDirectory.create(tmp_path / "other", resolve({}))
+    with files_at_most(10), pytest.raises(OSError, match=r"File too large: '.*/other/metrics\.jsonl'"):
+        directory.append({"round": 1, "accuracy": 0.5})
+    directory.release()
+    with files_at_most(1000):
+        line = message(fedstill("partition", *short(data="fashion-mini")[:2], "--out", tmp_path / "who.png"))
+    assert line == f"{tmp_path / 'who.png'}: File too large"
+    assert not (tmp_path / "who.png").exists()
+
+
+def test_an_error_of_the_system_that_names_nothing_gets_a_name(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match="No space left on device: 'here'"), naming("here"):
+        raise full
+    with pytest.raises(FileNotFoundError, match="'there'"), naming("here"):
+        open("there")  # noqa: SIM115 - it fails
+    with pytest.raises(OSError, match="5 requested and 3 written: 'here'"), naming("here"):
+        raise OSError("5 requested and 3 written")
+    assert str(Halted(OSError(errno.ENOSPC, "No space left on device"), tmp_path)) == (
+        f"{tmp_path}: No space left on device"
+    )
 
 
 # --- two at once, and Ctrl-C ---

@@ -122,6 +122,16 @@ def test_reproduce_draws_every_kind_of_figure_and_says_where(
         assert "(seed 0)" in drawn[0].get_suptitle()
 
 
+@pytest.mark.parametrize("shows", ["bubbles", "toy"])
+def test_a_preset_without_runs_makes_the_folder_it_writes_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shows: str
+) -> None:
+    out = tmp_path / "runs" / "reproduced"
+    answer = fedstill("reproduce", known(monkeypatch, shows), "--seeds", 1, "--out", out)
+    assert answer.code == 0, answer.err
+    assert sorted(p.suffix for p in out.iterdir()) == [".json", ".md", ".png"]
+
+
 def test_every_kind_that_a_preset_may_have_is_tried_here() -> None:
     kinds = {presets.load(name).shows for name in presets.names()}
     assert kinds - {"table"} == set(PRESETS)

@@ -356,6 +356,8 @@ def test_settings_change_until_the_first_round_is_done(tmp_path: Path) -> None:
     assert RunDirectory.open(tmp_path / "run", lock=False).config().lr == 0.1
     with pytest.raises(fedstill.SettingError, match=r"lr was 0\.1"):
         served(Wire(tmp_path), tmp_path / "run", lr=0.2)
+    with pytest.raises(fedstill.SettingError, match=r"rounds = 2: .* has 3 rounds done; give 3 or more"):
+        served(Wire(tmp_path), tmp_path / "run", lr=0.1, rounds=2)
     with pytest.raises(fedstill.SettingError, match="'fedstill serve' with the same --out continues it"):
         fedstill.resume(tmp_path / "run", rounds=5)
 

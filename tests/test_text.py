@@ -195,6 +195,31 @@ def test_a_table_that_lacks_something_is_refused(tmp_path: Path, rows: str, said
         load(str(table(tmp_path / "mine.csv", rows)))
 
 
+def test_a_wide_table_is_checked_without_comparing_every_two_columns(tmp_path: Path) -> None:
+    compared = 0
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+    columns = 2_000
+    header = [Name(f"column {k}") for k in range(columns)]
+    with pytest.raises(DataError, match=r"no column 'text'; .* has column 0, .*, column 19 and 1,980 more$"):
+        text._check_header(tmp_path, header, ("text", "label"))  # type: ignore[arg-type]
+    assert compared <= 10 * columns
+
+    wide = ",".join(f"c{k}" for k in range(60_000))
+    rows = "".join(f"case {k},{'ab'[k % 2]}{',' * 60_000}\n" for k in range(10))
+    corpus = text.read_csv(table(tmp_path / "wide.csv", f"text,label,{wide}\n{rows}"))
+    assert corpus.texts == [f"case {k}" for k in range(10)]
+    assert corpus.labels is not None
+    assert corpus.labels.tolist() == list("ab" * 5)
+
+
 def test_a_table_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no file"):
         load(str(tmp_path / "mine.csv"))

@@ -58,12 +58,7 @@ def run(
     with run_in(path) as display:
         listener = TensorBoard(path, display) if tensorboard else display
         result = api.start(config, path, force=force, listener=listener)
-    console.print(results_table({config.method: result.summary}))
-    from fedstill.report.curves import curves
-
-    picture = path / "curves.png"
-    curves({config.method: result.records}, picture, title=title_of(config))
-    say(f"curves: {picture}\nall of it: {path}")
+    _show_result(result, config, path)
 
 
 def resume(directory: Path, rounds: int | None, *, device: str | None = None, tensorboard: bool = False) -> None:
@@ -72,7 +67,17 @@ def resume(directory: Path, rounds: int | None, *, device: str | None = None, te
     with run_in(directory) as display:
         listener = TensorBoard(directory, display) if tensorboard else display
         result = api.resume(directory, rounds=rounds, device=device, listener=listener)
-    console.print(results_table({result.summary["method"]: result.summary}))
+    _show_result(result, RunDirectory.open(directory, lock=False).config(), directory)
+
+
+def _show_result(result: api.Result, config: Config, path: Path) -> None:
+    """The table and the curves of a run that has ended."""
+    console.print(results_table({config.method: result.summary}))
+    from fedstill.report.curves import curves
+
+    picture = path / "curves.png"
+    curves({config.method: result.records}, picture, title=title_of(config))
+    say(f"curves: {picture}\nall of it: {path}")
 
 
 def show(directories: list[Path], plot: Path | None) -> None:

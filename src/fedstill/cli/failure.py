@@ -13,6 +13,8 @@ class Halted(FedstillError):
     def __init__(self, reason: BaseException, path: Path, again: str = "") -> None:
         stopped = isinstance(reason, KeyboardInterrupt)
         text = "stopped" if stopped else one_line(reason)
+        if isinstance(reason, OSError) and not reason.filename:
+            text = f"{path}: {text}"
         ours = isinstance(reason, FedstillError | OSError | KeyboardInterrupt)
         if not ours or "\n" in str(reason):
             text += f" (the traceback is in {path / 'log.txt'})"

@@ -63,6 +63,7 @@ def reproduce(
         console.print(f"about {guess} for the clients' plain training; generators, teachers and tests come on top")
     if dry_run:
         return
+    out.mkdir(parents=True, exist_ok=True)  # some presets have no runs that would have made it
     with AllRuns(console, cells) as display:
         carry_out(cells, jobs=jobs, watcher=display)
     for plan in found:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.core.errors import SettingError
+from fedstill.core.files import naming
 from fedstill.experiment.rundir import TENSORBOARD, Record
 from fedstill.experiment.runner import Listener
 from fedstill.experiment.setup import Setup
@@ -26,8 +27,9 @@ class TensorBoard(Listener):
 
     def started(self, setup: Setup, done: int) -> None:
         # Of a run that goes on, what was written after its checkpoint does not count.
-        self._writer = self._make(str(self._folder), purge_step=done + 1)
-        self._writer.add_text("config", f"```toml\n{setup.config.toml()}```", done)
+        with naming(self._folder):
+            self._writer = self._make(str(self._folder), purge_step=done + 1)
+            self._writer.add_text("config", f"```toml\n{setup.config.toml()}```", done)
         self._then.started(setup, done)
 
     def round_started(self, round_: int, clients: int) -> None:
@@ -37,13 +39,15 @@ class TensorBoard(Listener):
         self._then.client_done()
 
     def round_done(self, record: Record) -> None:
-        for name, number in scalars(record):
-            self._writer.add_scalar(name, number, record["round"])
+        with naming(self._folder):
+            for name, number in scalars(record):
+                self._writer.add_scalar(name, number, record["round"])
         self._then.round_done(record)
 
     def ended(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with naming(self._folder):
+                self._writer.close()
         self._then.ended()
 
 

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Have an error of the system name what was being written: `open` says it, `write` and `fsync` do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # a library's own words, which a file name would hide
+            raise OSError(errno.EIO, str(error), os.fspath(path)) from error
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str, *, durable: bool = True) -> None:
@@ -22,14 +38,17 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str, *, durable: bo
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        with temporary.open("xb") as file:
+        with naming(path), temporary.open("xb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):  # the first error is the one to tell
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(temporary):
+            error.filename = str(path)  # the temporary name means nothing to anybody
         raise
     if durable:
         sync(path.parent)  # without it a power cut may undo the rename
@@ -39,7 +58,8 @@ def sync(path: str | os.PathLike[str]) -> None:
     """Have a file's content, or a folder's entries, on disk when this returns."""
     opened = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        with naming(path):
+            os.fsync(opened)
     finally:
         os.close(opened)
 

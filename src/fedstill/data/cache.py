@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedstill.core.errors import DataError
-from fedstill.core.files import read_json, write_json
+from fedstill.core.files import naming, read_json, write_json
 from fedstill.data.formats.decoded import Array, Decoded, Part, SourceFile
 
 VERSION = 1  # of what is stored; a new number makes every older entry unused
@@ -86,7 +86,8 @@ def _store(entry: Path, decoded: Decoded) -> Decoded:
         checks: dict[str, Any] = {}
         for name, array in _arrays(decoded).items():
             path = temporary / f"{name}.npy"
-            np.save(path, array, allow_pickle=False)
+            with naming(path):
+                np.save(path, array, allow_pickle=False)
             checks[name] = _check(path)
         meta = {
             "version": VERSION,

@@ -71,7 +71,7 @@ def fetch(download: Download, folder: Path, progress: Progress | None = None) ->
         else:
             file.replace(folder / file.name)
     except (OSError, EOFError, http.client.HTTPException, tarfile.TarError, zipfile.BadZipFile) as error:
-        raise DataError(f"download of {download.url} failed: {error or type(error).__name__}") from error
+        raise DataError(f"download of {download.url} to {folder} failed: {error or type(error).__name__}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import fcntl
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -24,13 +25,22 @@ from fedstill.core import tree
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import Message, Tree
 from fedstill.engine.base import Engine
-from fedstill.engine.worker import Request, Worker, answered, made
+from fedstill.engine.worker import Request, Score, Worker, answered, made
+from fedstill.models.base import Wrapped
+
+log = logging.getLogger(__name__)
 
 # Forked workers start at once, see the data without copying, and need nothing to be importable: a method or
 # network typed into a notebook works. Where a system cannot fork, they are spawned.
 _CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 _QUEUED = 2  # requests a worker may hold, so that it never waits for the next
-_DEATHS_ALLOWED = 3
+_DEATHS_ALLOWED = 2  # of workers by the same requests: one may be an accident
+_LAST_SECONDS = 5  # that a process whose pipe is closed may take to end
+_TRY_LESS = "the system does that when memory runs out: fewer workers, a smaller batch_size or model need less"
+_TRY_INLINE = (
+    "its code crashed: --engine inline (engine = 'inline' in config.toml, if it is resumed) with "
+    "PYTHONFAULTHANDLER=1 shows where; another model, batch_size or precision may avoid it"
+)
 _PIPE = 1 << 20  # bytes; as much as a system allows everyone
 _BROADCAST = b""  # what follows is for all requests until the next
 
@@ -63,7 +73,7 @@ class Processes(Engine):
         done: dict[int, list[Tree]] = {}
         deaths: dict[int, int] = {}
         for hand in [hand for hand in self._hands if not hand.process.is_alive()]:
-            self._replace(hand, todo, deaths)  # it died while it had nothing to do, which is nobody's fault
+            self._replace(hand, todo, groups, deaths)  # it died while it had nothing to do, which is nobody's fault
         # Far enough ahead to keep everyone busy behind one slow client, near enough to bound what waits here.
         window = 4 * _QUEUED * self._count
         try:
@@ -75,7 +85,7 @@ class Processes(Engine):
                         try:
                             answer = tree.decode(hand.answers.recv_bytes())
                         except (EOFError, OSError):
-                            self._replace(hand, todo, deaths)
+                            self._replace(hand, todo, groups, deaths)
                             continue
                         if "error" in answer:
                             raise FedstillError(answer["error"])
@@ -121,13 +131,18 @@ class Processes(Engine):
             hand = min(self._hands, key=lambda hand: len(hand.holds))
             if len(hand.holds) == _QUEUED or (hand.holds and len(todo) < len(self._hands)):
                 return
-            if not self._give(hand, todo, groups, broadcast):
-                self._replace(hand, todo, deaths)
+            new = hand.knows is None
+            if self._give(hand, todo, groups, broadcast):
+                continue
+            if hand.holds:  # what it answered before it died is still to be read
+                return
+            if new:  # what it was sent first has ended it; one that had worked before died with nothing to do
+                hand.holds.append(todo.popleft())
+            self._replace(hand, todo, groups, deaths)
 
     def _give(self, hand: _Hand, todo: deque[int], groups: Sequence[Sequence[Request]], broadcast: bytes) -> bool:
         """Hand over the next requests; False if the worker is gone."""
         told = [{"kind": type(request).__name__, **vars(request)} for request in groups[todo[0]]]
-        hand.holds.append(todo.popleft())
         try:
             if hand.knows is not broadcast:
                 hand.pipe.send_bytes(_BROADCAST)
@@ -136,10 +151,14 @@ class Processes(Engine):
             hand.pipe.send_bytes(json.dumps(told).encode())
         except OSError:
             return False
+        hand.holds.append(todo.popleft())
         return True
 
-    def _replace(self, hand: _Hand, todo: deque[int], deaths: dict[int, int]) -> None:
+    def _replace(
+        self, hand: _Hand, todo: deque[int], groups: Sequence[Sequence[Request]], deaths: dict[int, int]
+    ) -> None:
         """A new worker for one that died, and its requests back to the head of the queue."""
+        hand.process.join(_LAST_SECONDS)  # its own end is the one to tell
         hand.process.kill()
         hand.process.join()
         hand.pipe.close()
@@ -149,14 +168,35 @@ class Processes(Engine):
         if hand.holds:
             first = hand.holds[0]
             deaths[first] = deaths.get(first, 0) + 1
+            work, (end, advice) = self._named(groups[first]), _cause(hand.process.exitcode)
             if deaths[first] >= _DEATHS_ALLOWED:
-                code = hand.process.exitcode
-                raise FedstillError(
-                    f"the same work ended its worker process {_DEATHS_ALLOWED} times (exit code {code}); "
-                    "is there enough memory? Fewer --workers need less"
-                )
+                raise FedstillError(f"{work} ended its worker process {_DEATHS_ALLOWED} times ({end}); {advice}")
+            log.warning("%s ended its worker process (%s); it is tried once more", work, end)
             todo.extendleft(reversed(hand.holds))
         self._hands.append(self._hire(self._hands))
+
+    def _named(self, requests: Sequence[Request]) -> str:
+        """Whose work it is, and through which network."""
+        first, task = requests[0], self._worker.task
+        if isinstance(first, Score):
+            work = f"the evaluation of samples {first.start} to {first.stop - 1}"
+        else:
+            clients = ", ".join(str(request.client) for request in requests if not isinstance(request, Score))
+            work = f"client{'s' * (len(requests) > 1)} {clients} in round {first.round}"
+        module = task.nets.get("student").module
+        network = module.module if isinstance(module, Wrapped) else module
+        return f"{work}, network {task.model} ({type(network).__name__}),"
+
+
+def _cause(exitcode: int | None) -> tuple[str, str]:
+    """How a process ended, and what its user may try."""
+    if exitcode is None or exitcode >= 0:
+        return f"exit code {exitcode}", _TRY_INLINE
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-exitcode}"
+    return name, _TRY_LESS if name == "SIGKILL" else _TRY_INLINE
 
 
 def _enlarge(pipe: Connection) -> None:

@@ -73,7 +73,9 @@ def answered(work: Callable[[], Tree], encode: Callable[[Tree], T]) -> T:
     except FedstillError as error:
         return encode({"error": str(error)})
     except OSError as error:
-        return encode({"error": f"{error.filename or 'worker'}: {error.strerror or error}"})
+        if not error.filename:  # what it was about is only to be seen in the code
+            return encode({"error": f"client work failed:\n{traceback.format_exc()}"})
+        return encode({"error": f"{error.filename}: {error.strerror or error}"})
     except Exception:  # noqa: BLE001 - whatever a user's method raises is carried to the caller
         return encode({"error": f"client work failed:\n{traceback.format_exc()}"})
 

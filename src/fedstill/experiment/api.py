@@ -146,11 +146,9 @@ def _continued(directory: RunDirectory, rounds: int | None, given: dict[str, obj
         named = getattr(config, name)
         if is_object(named) and value is None:
             raise SettingError(f"{directory.path} was run with a {name} of your own, {named}; give it again")
-    if rounds is not None and rounds != config.rounds:
-        last = max((r["round"] for r in directory.records()), default=0)
-        if rounds < max(1, last):
-            raise SettingError(f"rounds = {rounds}: {directory.path} has {last} already; at least 1 is needed")
+    if rounds is not None:
         config = config.model_copy(update={"rounds": rounds})
+    directory.check_rounds(config.rounds)  # whoever set it: config.toml can be edited
     return config
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from fedstill.core import tree
 from fedstill.core.errors import DataError, FedstillError, SettingError
-from fedstill.core.files import sync, write_atomic
+from fedstill.core.files import naming, sync, write_atomic
 from fedstill.core.store import Store
 from fedstill.core.tree import Tree
 from fedstill.experiment.config import Config, read_toml, resolve
@@ -110,10 +110,20 @@ class RunDirectory:
                 break
         return records
 
+    def check_rounds(self, rounds: int) -> None:
+        """Refuse an end of the run that lies before the rounds already done."""
+        done = max([*(record["round"] for record in self.records()), *self._checkpoint_rounds()], default=0)
+        if rounds < max(1, done):
+            raise SettingError(
+                f"rounds = {rounds}: {self.path} has {done} rounds done; give {max(1, done)} or more, in its "
+                "config.toml or with --rounds, or start another run"
+            )
+
     def append(self, record: Record) -> None:
         """One more line of metrics.jsonl, on disk when the next checkpoint is, and not there before the last one is."""
         self.settle()
-        with (self.path / "metrics.jsonl").open("a") as file:
+        path = self.path / "metrics.jsonl"
+        with naming(path), path.open("a") as file:
             file.write(to_json(record) + "\n")
 
     def checkpoint(self, round_: int, state: Tree, active: Iterable[int]) -> None:

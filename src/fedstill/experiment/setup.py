@@ -143,6 +143,7 @@ def make_task(
         buffers=config.buffers,
         seed=config.seed,
         precision=config.precision,
+        model=config.model,
         proxy=proxy_samples(config, federation, proxy),
     )
     _check_fit(task, config)

@@ -306,6 +306,7 @@ def serve(
     begun = (out / "config.toml").is_file()
     directory = RunDirectory.open(out) if begun else RunDirectory.create(out, anchored(config))
     try:
+        directory.check_rounds(config.rounds)
         number = _number(directory)
         if not regional:
             names = _order(directory, names)

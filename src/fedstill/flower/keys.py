@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedstill.core.errors import SettingError
+from fedstill.core.files import naming
 
 _VALID = datetime.timedelta(days=730)
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
@@ -57,7 +58,7 @@ def make(directory: Path, sites: list[str], hosts: list[str]) -> None:
 
 def _write(path: Path, data: bytes, mode: int) -> None:
     """A new file that at no moment had other rights than these."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+    with naming(path), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(data)
 
 

@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstill.report import style
+
 
 def gallery(rows: dict[str, Tensor], path: Path, title: str = "") -> None:
     """Draw named groups of images, each (N, C, H, W) with values in 0..1, one group to a block of rows."""
@@ -26,7 +28,7 @@ def gallery(rows: dict[str, Tensor], path: Path, title: str = "") -> None:
         block.axis("off")
     if title:
         figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=130)
+    style.save(figure, path)
 
 
 def contact_sheet(images: Tensor, columns: int) -> NDArray[np.float32]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
+
+from fedstill.core.files import write_atomic
 
 METRICS = {
     "accuracy": "global test accuracy",
@@ -112,6 +115,11 @@ def save(figure: Figure, target: Target) -> Figure:
     """Write a figure to a file, by its ending, or as SVG to a stream. The same figure gives the same bytes."""
     kind = target.suffix.lower().lstrip(".") if isinstance(target, Path) else "svg"
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    drawn = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "fedstill"}):
-        figure.savefig(target, format=kind, dpi=130, metadata=metadata)
+        figure.savefig(drawn, format=kind, dpi=130, metadata=metadata)
+    if isinstance(target, Path):
+        write_atomic(target, drawn.getvalue())
+    else:
+        target.write(drawn.getvalue())
     return figure

@@ -56,6 +56,7 @@ class Task:
     buffers: BufferPolicy = "average"
     seed: int = 0
     precision: Precision = "float32"  # of passes through the network; weights and losses are never in a lower one
+    model: str = "of your own"  # what the settings call the network
     proxy: Samples | None = None  # unlabelled samples that nobody minds sharing, for methods that need them
 
     @cached_property

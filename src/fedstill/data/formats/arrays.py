@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import lzma
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -74,16 +75,27 @@ def from_torch(
 def read_npz(path: Path) -> Decoded:
     """`x, y` or `x_train, y_train`, and optionally `x_test, y_test`, `client`, `client_test`, `classes`."""
     damage = (
-        *(OSError, EOFError, ValueError, TypeError, KeyError, RuntimeError, struct.error),
-        *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+        *(OSError, EOFError, ValueError, TypeError, KeyError, RuntimeError, OverflowError, struct.error),
+        *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, SyntaxError, tokenize.TokenError),
     )
     try:
         with np.load(path, allow_pickle=False) as content:
-            arrays = {key.removesuffix("_train"): content[key] for key in content.files}
+            loaded = {key.removesuffix("_train"): content[key] for key in content.files}
     except damage as error:
-        raise DataError(f"{path}: damaged, or not an .npz of plain arrays ({error})") from error
-    classes = arrays.pop("classes", None)
-    return decode(arrays, None if classes is None else [str(name) for name in classes.reshape(-1)], str(path))
+        raise DataError(f"{path}: damaged, or not an .npz of plain arrays ({_first_line(error)})") from error
+    except MemoryError as error:  # a header may claim any shape
+        raise DataError(f"{path}: damaged, or larger than the memory ({_first_line(error)})") from error
+    # Of what is no .npy, NumPy gives the bytes; a note beside the arrays harms nobody.
+    arrays = {key: value for key, value in loaded.items() if isinstance(value, np.ndarray)}
+    try:
+        classes = arrays.pop("classes", None)
+        return decode(arrays, None if classes is None else [str(name) for name in classes.reshape(-1)], str(path))
+    except (UnicodeError, SystemError) as error:  # a SystemError is how Python sees a character beyond Unicode
+        raise DataError(f"{path}: holds strings that are no text ({_first_line(error)})") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
 
 
 def decode(arrays: dict[str, Array], classes: Sequence[str] | None = None, where: str = "arrays") -> Decoded:
@@ -94,7 +106,8 @@ def decode(arrays: dict[str, Array], classes: Sequence[str] | None = None, where
     x = _recognise(arrays["x"], f"{where}: x")
     y, classes = _labels(arrays, classes, where)
     client, client_names = _clients(arrays, where)
-    for part, pixels in (("", x), ("_test", arrays.get("x_test", np.empty(0)))):
+    x_test = _recognise(arrays["x_test"], f"{where}: x_test") if "x_test" in arrays else x[:0]
+    for part, pixels in (("", x), ("_test", x_test)):
         lengths = {key: len(v[part]) for key, v in (("y", y), ("client", client)) if part in v}
         for key, length in lengths.items():
             if length != len(pixels):
@@ -102,7 +115,6 @@ def decode(arrays: dict[str, Array], classes: Sequence[str] | None = None, where
     if "" in y and not len(y[""]):
         raise DataError(f"{where}: no samples")
     if "_test" in y:
-        x_test = _recognise(arrays["x_test"], f"{where}: x_test")
         if x_test.shape[1:] != x.shape[1:] or x_test.dtype != x.dtype or not len(x_test):
             raise DataError(
                 f"{where}: test samples are {len(x_test)} of {x_test.shape[1:]} {x_test.dtype}, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ SST5 = ("very negative", "negative", "neutral", "positive", "very positive")
 _TOKEN = re.compile(r"[()]|[^\s()]+")
 _BRACKETS = {"-LRB-": "(", "-RRB-": ")"}  # as the Penn Treebank writes them
 _MARKUP = re.compile(r"\\|<[^>]{0,200}>")  # AG News writes a line break as a backslash, and has some HTML left
+_SHOWN = 20  # names of columns in an error
 _LONGEST = 2**31 - 1  # characters of a field; Python's csv stops at 131,072 unless told
 
 
@@ -86,13 +88,14 @@ def read_csv(path: Path, *, labelled: bool = True) -> Corpus:
     rows = _rows(path)
     header = [name.strip().lower() for name in next(rows, (0, []))[1]]
     _check_header(path, header, ("text", "label") if labelled else ("text",))
-    columns: dict[str, list[str]] = {name: [] for name in header}
+    places = {name: place for place, name in enumerate(header) if name in ("text", "label", "client")}
+    columns: dict[str, list[str]] = {name: [] for name in places}
     for line, row in rows:
         if len(row) != len(header):
             raise DataError(f"{path}, line {line}: {len(row)} fields, not {len(header)}")
-        for name, field in zip(header, row, strict=True):
-            columns[name].append(field.strip() if name in ("label", "client") else field)
-            if labelled and name in ("label", "client") and not columns[name][-1]:
+        for name, place in places.items():
+            columns[name].append(row[place] if name == "text" else row[place].strip())
+            if labelled and name != "text" and not columns[name][-1]:
                 raise DataError(f"{path}, line {line}: its {name} is empty")
     texts = columns["text"]
     if not texts:
@@ -106,10 +109,12 @@ def read_csv(path: Path, *, labelled: bool = True) -> Corpus:
 
 
 def _check_header(path: Path, header: list[str], needed: Sequence[str]) -> None:
-    if twice := [name for name in header if header.count(name) > 1]:
-        raise DataError(f"{path}: two columns are called {twice[0]!r}")
+    for name, times in Counter(header).items():
+        if times > 1:
+            raise DataError(f"{path}: two columns are called {name!r}")
     if lacking := [name for name in needed if name not in header]:
-        found = ", ".join(header) or "nothing"
+        further = len(header) - _SHOWN
+        found = ", ".join(header[:_SHOWN]) + (f" and {further:,} more" if further > 0 else "") or "nothing"
         other = next((mark for mark in (";", "\t", "|") if len(header) == 1 and mark in header[0]), "")
         hint = f"; columns are separated by commas, and here it seems by {other!r}" if other else ""
         raise DataError(f"{path}: no column {lacking[0]!r}; its first line, which names the columns, has {found}{hint}")

@@ -13,6 +13,14 @@ import torch
 # Before anything loads data: the tests' cache is their own, and nothing is fetched.
 os.environ.setdefault("FEDSTILL_OFFLINE", "1")
 
+from guards import (  # noqa: F401 - hooks
+    pytest_configure,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+    pytest_unconfigure,
+)
+
 import fedstill
 from fedstill.experiment.api import Result
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -25,6 +28,11 @@ import fedstill
 from fedstill.experiment.api import Result
 
 torch.set_num_threads(1)
+# The same examples in every run, however slow the machine is at the moment.
+hypothesis.settings.register_profile(
+    "tests", derandomize=True, database=None, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("tests")
 
 SMALL: dict[str, Any] = {
     "clients": 6,
@@ -62,3 +70,20 @@ def numbers(result: Result) -> list[dict[str, Any]]:
     """The records of a run without what depends on the clock."""
     timed = ("seconds", "eval_seconds", "client_seconds", "server_seconds")
     return [{k: v for k, v in r.items() if k not in timed} for r in result.records]
+
+
+def lines_run(work: Callable[[int], object], size: int) -> int:
+    """How many lines of Python `work(size)` runs: what is looped over in Python shows, whatever the machine does."""
+    count, before = 0, sys.gettrace()
+
+    def trace(_frame: FrameType, event: str, _arg: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work(size)
+    finally:
+        sys.settrace(before)
+    return count

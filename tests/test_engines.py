@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL, RunSmall, numbers, weights
+from guards import start
 from safetensors.torch import load_file
 
 import fedstill
@@ -114,12 +115,12 @@ def test_killed_at_any_moment_and_resumed_gives_the_same_bits(tmp_path: Path) ->
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     subprocess.run(command(tmp_path, whole), env=environment(), check=True, capture_output=True)
     seconds = [json.loads(line)["seconds"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    a_round = sum(seconds) / len(seconds)
+    a_round = min(seconds)  # the next rounds take at least about as long, whatever else the machine does
 
     rng, words = random.Random(0), command(tmp_path, broken)
     resume = [sys.executable, "-m", "fedstill", "resume", str(broken)]
     for kills in range(1, 5):  # after at least so many rounds, at a moment within the next ones
-        process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = start(*words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and rounds_written(broken) < kills:
             time.sleep(0.005)
         time.sleep(rng.uniform(0, 1.5 * a_round))
@@ -182,7 +183,7 @@ class Meeting(fedstill.FedAvg):
         here = Path(self.folder) / f"{client.round}"
         here.mkdir(exist_ok=True)
         (here / f"{os.getpid()}").touch()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while len(list(here.iterdir())) < 2:
             assert time.monotonic() < deadline, "alone"
             time.sleep(0.01)
@@ -240,7 +241,7 @@ class Slow(fedstill.FedAvg):
 
     def uplink(self, client: fedstill.Client) -> Message:
         done = Path(self.folder)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while client.id == 0 and len(list(done.glob("done*"))) < 2:
             assert time.monotonic() < deadline, "nobody else was asked"
             time.sleep(0.01)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import RunSmall, numbers, weights
+from guards import start
 from safetensors.torch import load_file
 from test_engines import Remembering, Suicidal, all_client_states, command, environment, lines, rounds_written
 from torch import nn
@@ -25,8 +26,6 @@ import fedstill
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import Message
 from fedstill.flower import simulation
-
-pytestmark = pytest.mark.xdist_group("simulation")  # one process, and one fleet, for all of them
 
 
 @pytest.fixture(scope="module")
@@ -195,12 +194,12 @@ def test_the_command_line_gives_the_same_bits_and_leaves_nothing(
 def test_ctrl_c_ends_everything_and_the_run_goes_on_later(in_processes: Path, tmp_path: Path, scratch: Path) -> None:
     words = command(tmp_path, tmp_path / "run", engine="flower", workers=1, rounds=3)
     variables = environment() | {"TMPDIR": str(scratch)}
-    process = subprocess.Popen(words, env=variables, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = start(*words, env=variables, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and rounds_written(tmp_path / "run") < 1:
         time.sleep(0.01)
     assert started_with(scratch)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate()
     assert process.returncode == 130, told
     assert "ray" not in told
     assert not started_with(scratch)

@@ -68,7 +68,16 @@ def run(folder: Path, tests: str) -> Ended:
     """These tests with the project's own options and hooks, but less patience."""
     (folder / "conftest.py").write_text(f"from guards import {HOOKS}\n")
     (folder / "test_them.py").write_text(tests)
-    words = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", folder, *parallel()]
+    words: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        ROOT / "pyproject.toml",
+        "--rootdir",
+        folder,
+        *parallel(),
+    ]
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
     ended = subprocess.run(
         [*words, "-p", "no:cacheprovider", "-o", "faulthandler_timeout=3", "."], check=False, cwd=folder,

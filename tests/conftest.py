@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 os.environ.setdefault("FEDSTILL_OFFLINE", "1")
 
 from guards import (  # noqa: F401 - hooks
+    pytest_collection_modifyitems,
     pytest_configure,
     pytest_sessionfinish,
     pytest_terminal_summary,
@@ -47,6 +49,8 @@ SMALL: dict[str, Any] = {
     "image_size": 16,
     "engine": "inline",
 }
+
+slow = partial(pytest.param, marks=pytest.mark.slow)  # a parameter that `make test-fast` leaves out
 
 RunSmall = Callable[..., Result]
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     for process in left:
         process.kill()
     psutil.wait_procs(left, timeout=GRACE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first in both halves, which pytest-xdist hands to two workers: neither ends with it."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    quick = [item for item in items if not item.get_closest_marker("slow")]
+    halves: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
+    for number, (_, together) in enumerate(groupby(slow, key=lambda item: item.path)):
+        halves[number % 2].extend(together)
+    filled = max(0, len(items) // 2 - len(halves[0]))
+    items[:] = [*halves[0], *quick[:filled], *halves[1], *quick[filled:]]

@@ -24,6 +24,8 @@ from fedstill.experiment.config import resolve
 pytest.importorskip("flwr")
 from fedstill.flower.keys import make
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("north", "south", "west")
 SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k not in ("engine", "clients")}
 SETTINGS |= {"model": "mlp", "model_options": {"hidden": [8]}, "participation": 1.0, "rounds": 2}

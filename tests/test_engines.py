@@ -111,6 +111,7 @@ def all_client_states(path: Path) -> dict[int, dict[str, Any]]:
     return {k: state for k, state in states.items() if state}
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_resumed_gives_the_same_bits(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     subprocess.run(command(tmp_path, whole), env=environment(), check=True, capture_output=True)

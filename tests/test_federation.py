@@ -210,6 +210,7 @@ def test_a_client_number_out_of_range_is_an_error() -> None:
             federation.train(client)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local_test", ["split", "matched"])
 def test_a_million_clients_are_only_index_arrays(local_test: str) -> None:
     def made(clients: int) -> None:

@@ -32,6 +32,8 @@ from fedstill.flower import keys, private
 from fedstill.flower.link import Certificates, Failure, Link
 from fedstill.flower.node import serve
 
+pytestmark = pytest.mark.slow
+
 SITES = ["berlin", "lagos", "quito"]
 PATIENCE = 200.0  # seconds: machines that run tests are slow at times
 HELD = 60.0  # seconds for which Flower holds the place of a process that died

@@ -20,12 +20,15 @@ from conftest import RunSmall, numbers, weights
 from guards import start
 from safetensors.torch import load_file
 from test_engines import Remembering, Suicidal, all_client_states, command, environment, lines, rounds_written
+from test_work import QUICK
 from torch import nn
 
 import fedstill
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import Message
 from fedstill.flower import simulation
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +45,9 @@ def fleet() -> Iterator[None]:
 KINDS: dict[str, dict[str, Any]] = {
     "fedavg": {},
     "scaffold": {},  # clients with state
-    "fedkf": {},  # a generator at every client
+    "fedkf": QUICK["fedkf"],  # a generator at every client
     "feddf": {"pool": 60, "proxy": "pool"},  # a server that distils
-    "dafkd": {},  # three kinds of networks, sent both ways
+    "dafkd": QUICK["dafkd"],  # three kinds of networks, sent both ways
     "fedavg+ccvr": {},  # a last exchange
     "fedavg+f2l": {"regions": 2, "participation": 1.0, "pool": 60},
 }

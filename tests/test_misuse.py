@@ -559,6 +559,7 @@ FULL_AT = [  # the file, how many times it was written before, whether rounds ha
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "times", "began"), FULL_AT)
 def test_a_disk_that_is_full_at_any_write_costs_nothing(
     name: str, times: int, began: bool, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -598,6 +599,7 @@ def test_a_second_process_is_turned_away_and_nothing_happens(undisturbed: Path) 
     assert contents(undisturbed) == before
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on_and_the_run_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "run"
     words = short(out=path, rounds=500, engine="process", workers=2)

@@ -152,6 +152,7 @@ def test_code_is_the_feature_and_adds_one_linear_layer(name: str, width: int) ->
     assert parameters(coded) - parameters(plain) == added
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_IMAGES)
 def test_gradients_reach_every_parameter_also_through_a_gradient(name: str) -> None:
     network = models.build(name, RGB, 10)

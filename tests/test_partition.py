@@ -107,6 +107,7 @@ def test_dirichlet_without_min_size_is_one_client_per_class_in_the_limit() -> No
     assert (counts.max(axis=0) == 5000).all()
 
 
+@pytest.mark.slow
 def test_dirichlet_shares_have_the_mean_and_variance_of_the_distribution() -> None:
     alpha, clients, classes = 0.5, 5, 3000
     labels = np.repeat(np.arange(classes), 1000)
@@ -175,6 +176,7 @@ def test_dir_fedkf_largest_shares_take_turns(classes: int, clients: int, alpha: 
                 assert len(set(block.argmax(axis=0))) == block.shape[1]
 
 
+@pytest.mark.slow
 def test_dir_fedkf_takes_turns_in_any_order_alike() -> None:
     labels = np.repeat(np.arange(3), 1000)
     turns = []
@@ -325,6 +327,7 @@ def test_random_ranks_number_the_samples_of_each_owner(owner: list[int]) -> None
         assert mine == list(range(len(mine)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["iid", "dirichlet", "quantity", "dir_fedkf", "dir_client_prior"])
 def test_a_million_clients_are_never_looped_over(name: str) -> None:
     def drawn(clients: int) -> None:

@@ -107,6 +107,7 @@ def summary(path: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_page_is_well_formed_and_fits_phones_and_both_schemes(text: str) -> None:
     found = Page(text)
     assert text.startswith("<!DOCTYPE html>")

@@ -52,6 +52,7 @@ WITH_T1: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_table_holds_the_papers_numbers_against_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, table=WITH_T1)
     (plan,) = plans("test/table", "paper", 2, tmp_path)

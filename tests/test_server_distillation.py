@@ -129,6 +129,7 @@ def test_what_goes_wrong_while_a_teacher_is_asked_is_said() -> None:
         stage.ask(task, [task.initial, task.initial[:-1]], task.proxy, threads=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["feddf", "fedbe", "fedhyb", "dafkd", "lkd"])
 def test_a_server_on_two_cores_gives_the_bits_of_one(run_small: RunSmall, method: str) -> None:
     settings = quickly(method) | {"engine": "process"}
@@ -158,6 +159,7 @@ def quickly(method: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", SERVER_SIDES)
 @pytest.mark.parametrize("first", [*SERVER_SIDES, "fedkf", "fedhkd", "fedmd", "scaffold"])
 def test_any_two_run_together_or_say_why_not(run_small: RunSmall, first: str, second: str) -> None:
@@ -185,6 +187,7 @@ class WithDropout(torch.nn.Module):
         return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["feddf", "fedftg", "dafkd", "fedbe", "fedavg+ccvr", "lkd"])
 def test_layers_that_draw_at_random_give_the_same_bits_too(run_small: RunSmall, method: str) -> None:
     settings = quickly(method) | {"model": WithDropout(), "model_options": {}}
@@ -295,6 +298,7 @@ def test_with_everything_off_it_is_fedavg_bit_for_bit(run_small: RunSmall, metho
     assert [r["accuracy"] for r in plain.records] == [r["accuracy"] for r in switched.records]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", SHORT)
 def test_on_it_is_not_fedavg_and_has_the_same_bits_on_both_engines(run_small: RunSmall, method: str) -> None:
     plain = run_small("fedavg", **POOL)
@@ -305,6 +309,7 @@ def test_on_it_is_not_fedavg_and_has_the_same_bits_on_both_engines(run_small: Ru
     assert numbers(inline) == numbers(processes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dafkd", "fedgen", "fedftg", "fedhkd", "fedmd", "creff"])
 def test_state_survives_a_resume_after_every_round(run_small: RunSmall, tmp_path: Path, method: str) -> None:
     whole = run_small(method, **POOL, **SHORT[method])

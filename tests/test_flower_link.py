@@ -167,7 +167,9 @@ def test_sites_that_hang_or_announce_only_fail_at_the_timeout_and_hold_up_nobody
     asked = time.monotonic()
     answers = link.ask({"berlin": {"sleep": 1000}, "lagos": {"announce": True}, "quito": {}}, timeout=6)
     assert next(answers) == ("quito", {"calls": mock.ANY})
-    assert dict(answers) == dict.fromkeys(["berlin", "lagos"], Failure("no answer within 6 s"))
+    failures = dict(answers)
+    assert failures.keys() == {"berlin", "lagos"}
+    assert all(failure.reason.startswith("no answer within 6 s") for failure in failures.values())
     assert time.monotonic() - asked > 5, "and not before"
     # Once nobody waits for it, berlin gives up, and is there for the next request.
     assert ask(link, {"berlin": {"note": 1}, "lagos": {"note": 1}})["berlin"]["note"] == 1

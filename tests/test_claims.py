@@ -23,6 +23,8 @@ from fedstill.experiment.presets import Preset
 from fedstill.experiment.reproduce import number
 from fedstill.metrics.statistics import Paired, paired
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parent.parent / "docs"
 TINY: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"}
 TINY |= {"model": "mlp", "model_options": {"hidden": [8]}, "rounds": 3}
@@ -86,7 +88,6 @@ def test_a_check_is_a_paired_difference_of_its_runs_and_the_papers_beside(eviden
     assert found.verdict == "too few seeds"
 
 
-@pytest.mark.slow
 def test_growth_is_a_difference_of_differences(evidence: Evidence) -> None:
     elsewhere = {"of": [{"row": "FedAvg+T1", "alpha": 5.0}], "than": [{"row": "FedAvg", "alpha": 5.0}]}
     asked = check(growth=elsewhere)
@@ -98,7 +99,6 @@ def test_growth_is_a_difference_of_differences(evidence: Evidence) -> None:
     assert found.paper == pytest.approx(0.1 - 0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("metric", "best"), [("AMP", max), ("FM", min)])
 def test_of_several_rows_the_best_on_each_seed_counts(evidence: Evidence, metric: str, best: Any) -> None:
     others = [{"row": "FedAvg", "alpha": 0.5}, {"row": "FedProx", "alpha": 0.5}]

@@ -37,6 +37,8 @@ from fedstill.report.runs import Run, distinct_names, flat, grouped, look_up
 from fedstill.report.toy import Regions, toy
 from fedstill.report.tsne import tsne
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -226,7 +228,6 @@ def test_the_same_figure_gives_the_same_bytes(tmp_path: Path) -> None:
 # --- from run directories ---
 
 
-@pytest.mark.slow
 def test_curves_of_runs_name_methods_settings_and_seeds(runs: Path, tmp_path: Path) -> None:
     found = drawn("curves", runs, "--metric", "accuracy", "--metric", "wlp", out=tmp_path / "c.svg")
     assert {f"{m}, alpha {a} (2 seeds)" for m in ("fedavg", "fedprox") for a in ("0.5", "5")} <= set(found)
@@ -234,7 +235,6 @@ def test_curves_of_runs_name_methods_settings_and_seeds(runs: Path, tmp_path: Pa
     assert any(text.startswith("fashion-mini, 4 clients, dirichlet") for text in found)
 
 
-@pytest.mark.slow
 def test_every_kind_of_picture_can_be_written(runs: Path, tmp_path: Path) -> None:
     for ending, begins in ((".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")):
         out = tmp_path / f"c{ending}"

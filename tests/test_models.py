@@ -76,6 +76,7 @@ def test_network_has_the_published_number_of_parameters(
     assert parameters(models.build(name, shape, classes, **options)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"), [("resnet18", 11_689_512), ("resnet50", 25_557_032), ("shufflenetv2", 2_278_604)]
 )

@@ -23,6 +23,8 @@ from fedstill.experiment.rundir import RunDirectory
 from fedstill.experiment.setup import divide, load_data
 from fedstill.report import style
 
+pytestmark = pytest.mark.slow
+
 TINY: dict[str, Any] = SMALL | {"model": "mlp", "model_options": {"hidden": [8]}, "rounds": 2, "fraction": 0.05}
 ROWS: list[dict[str, Any]] = [
     {"name": "The mean", "method": "fedavg"},
@@ -107,7 +109,6 @@ def titles(shown: Any) -> list[str]:
     return [axes.get_title() for axes in shown.axes if axes.get_title()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shows", PRESETS)
 def test_reproduce_draws_every_kind_of_figure_and_says_where(
     monkeypatch: pytest.MonkeyPatch, root: Path, drawn: list[Any], shows: str
@@ -128,7 +129,6 @@ def test_every_kind_that_a_preset_may_have_is_tried_here() -> None:
     assert kinds - {"table"} == set(PRESETS)
 
 
-@pytest.mark.slow
 def test_curves_are_rows_with_a_panel_for_each_alpha_and_metric(
     monkeypatch: pytest.MonkeyPatch, root: Path, drawn: list[Any]
 ) -> None:

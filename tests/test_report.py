@@ -19,6 +19,8 @@ from fedstill.metrics.statistics import spread
 from fedstill.report.page import Picture, page
 from fedstill.report.runs import Group, Run
 
+pytestmark = pytest.mark.slow
+
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 HOSTILE = '<script>alert("x")</script>&'
 
@@ -107,7 +109,6 @@ def summary(path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 def test_the_page_is_well_formed_and_fits_phones_and_both_schemes(text: str) -> None:
     found = Page(text)
     assert text.startswith("<!DOCTYPE html>")

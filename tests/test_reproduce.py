@@ -17,6 +17,8 @@ from fedstill.experiment.cells import carry_out
 from fedstill.experiment.presets import Preset
 from fedstill.experiment.reproduce import MEAN, directory, entries, plans, seconds_needed
 
+pytestmark = pytest.mark.slow
+
 TINY: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"}
 TINY |= {"model": "mlp", "model_options": {"hidden": [8]}, "rounds": 2}
 
@@ -52,7 +54,6 @@ WITH_T1: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_table_holds_the_papers_numbers_against_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, table=WITH_T1)
     (plan,) = plans("test/table", "paper", 2, tmp_path)

@@ -39,7 +39,7 @@ from fedstill.train.task import Samples, Task
 POOL = {"pool": 0.2, "proxy": "pool"}
 SHORT: dict[str, dict[str, Any]] = {
     "feddf": {"steps": 3},
-    "dafkd": {"batches": 2, "sample_batch": 8},
+    "dafkd": {"batches": 2, "sample_batch": 8, "z_dim": 4},
     "fedhyb": {},
     "fedgen": {"generator_steps": 3},
     "fedftg": {"iterations": 1, "server_batch": 4},
@@ -390,6 +390,7 @@ def test_a_constant_discriminator_gives_the_uniform_ensemble(tmp_path: Path) -> 
     torch.testing.assert_close(models["full"], models["no-correlation"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_in_the_private_variant_no_discriminator_leaves_a_client(run_small: RunSmall) -> None:
     setup = small_setup("dafkd", private=True, **SHORT["dafkd"])
     assert sorted(setup.method.wire(setup.task).up) == ["generator", "model", "predictions"]
@@ -432,6 +433,7 @@ def test_logits_may_be_averaged_and_matched_at_a_temperature() -> None:
     assert float(found) == pytest.approx(400 * (p * np.log(p / q)).sum(1).mean())
 
 
+@pytest.mark.slow
 def test_dafkd_can_match_logits(run_small: RunSmall) -> None:
     by_logits = run_small("dafkd", **POOL, **SHORT["dafkd"], logit_T=20.0)
     assert not torch.equal(weights(by_logits), weights(run_small("dafkd", **POOL, **SHORT["dafkd"])))
@@ -571,6 +573,7 @@ def test_a_client_side_and_a_server_side_combine(run_small: RunSmall) -> None:
     assert taught.summary["dropped"] == 0
 
 
+@pytest.mark.slow
 def test_generated_samples_for_fedhyb_come_from_dafkd(run_small: RunSmall) -> None:
     result = run_small("dafkd+fedhyb", pool=0, source="generated", **SHORT["dafkd"])
     assert result.summary["dropped"] == 0

@@ -92,7 +92,9 @@ def command(tmp: Path, out: Path, **settings: Any) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    """With these tests to import from, beside what this process has."""
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -144,8 +144,15 @@ def time_checkpoints() -> Iterator[Row]:
 
 def time_starts() -> Iterator[Row]:
     wait, round_ = start.resume_seconds()
+    many = "a million clients"
+    for what, seconds, most in (
+        ("fedstill --help", start.help_seconds(), 0.5),
+        *((f"partition {name}, {many}", start.partition_seconds(name), 20.0) for name in start.PARTITIONS),
+        *((f"federate, local_test {how}, {many}", start.federate_seconds(how), 20.0) for how in ("split", "matched")),
+        ("a partition that no draw fits is refused", start.refusal_seconds(), 5.0),
+    ):
+        yield Row("start", what, f"{seconds:.2f} s", f"{most:g} s", seconds / most, at_most=1.0)
     for what, seconds in (
-        ("fedstill --help", start.help_seconds()),
         ("fedstill run: the demo's first round, evaluation and results", start.first_round_seconds()),
         (f"resume with {start.STATES:,} client states, in a process that runs: until its next round begins", wait),
         ("… and that round, of all of them", round_),

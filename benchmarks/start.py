@@ -1,4 +1,4 @@
-"""How long one waits: for help, for the first round, for a large run to go on."""
+"""How long one waits: for help, for data to be dealt out, for the first round, for a large run to go on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,42 @@ import torch
 import fedstill
 from benchmarks.engine import Stopwatch
 from fedstill.data.federation import Federation
+from fedstill.data.partition import partition
 from fedstill.experiment.rundir import RunDirectory
 
 STATES = 10_000
+PARTITIONS = ("iid", "dirichlet", "quantity", "dir_fedkf", "dir_client_prior")
 
 
 def help_seconds(repeats: int = 7) -> float:
     """`fedstill --help`, the whole process."""
     return min(_seconds("--help") for _ in range(repeats))
+
+
+def partition_seconds(name: str, clients: int = 1_000_000) -> float:
+    """To deal one sample to each of so many clients."""
+    labels, rng = np.arange(clients) % 10, np.random.default_rng(0)
+    began = time.perf_counter()
+    partition(name, labels, clients, rng)
+    return time.perf_counter() - began
+
+
+def federate_seconds(local_test: str, clients: int = 1_000_000) -> float:
+    """To give so many clients data for training and testing."""
+    x, y = torch.zeros(2 * clients, 1), torch.arange(2 * clients) % 10
+    data = fedstill.Dataset("numbers", fedstill.Split(x, y), fedstill.Split(x, y), tuple("0123456789"))
+    began = time.perf_counter()
+    fedstill.federate(data, clients=clients, partition="iid", test_fraction=0.5, local_test=local_test)
+    return time.perf_counter() - began
+
+
+def refusal_seconds() -> float:
+    """Until a partition that no draw fits is refused."""
+    labels, rng = np.repeat(np.arange(10), 5_000), np.random.default_rng(0)
+    began = time.perf_counter()
+    with suppress(fedstill.DataError):
+        partition("dir_balanced", labels, 20, rng, alpha=1e-6)
+    return time.perf_counter() - began
 
 
 def first_round_seconds(repeats: int = 3) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -57,15 +56,7 @@ def forged(tree: dict[str, Any]) -> RecordDict:
     return RecordDict({"tensors": ArrayRecord({"body": array}), "tree": ConfigRecord({"json": '{"$tensor": "body"}'})})
 
 
-def end_with(parent: int) -> None:
-    """A site does not outlive the tests, even if those are killed."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(2)
-
-
 if __name__ == "__main__":
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     try:

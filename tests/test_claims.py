@@ -23,6 +23,8 @@ from fedstill.experiment.presets import Preset
 from fedstill.experiment.reproduce import number
 from fedstill.metrics.statistics import Paired, paired
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parent.parent / "docs"
 TINY: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"}
 TINY |= {"model": "mlp", "model_options": {"hidden": [8]}, "rounds": 3}

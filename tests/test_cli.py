@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -42,16 +41,13 @@ def resolved(*words: object) -> dict[str, Any]:
 # --- help ---
 
 
-def test_help_answers_in_under_half_a_second() -> None:
-    def seconds() -> float:
-        began = time.perf_counter()
-        subprocess.run([SCRIPT, "--help"], check=True, capture_output=True)
-        return time.perf_counter() - began
-
-    assert any(seconds() < 0.5 for _ in range(10)), "at least once, whatever else the machine is doing"
+def test_the_installed_script_answers() -> None:
+    answer = subprocess.run([SCRIPT, "--help"], check=True, capture_output=True, text=True)
+    assert "fedstill" in answer.stdout
 
 
 def test_help_loads_none_of_the_heavy_packages() -> None:
+    """So that it answers at once; `make bench` times it."""
     code = (
         "import sys; from fedstill.cli.main import main; sys.argv = ['fedstill', 'run', '--help']\n"
         "try: main()\nfinally: print({'torch', 'numpy', 'scipy', 'matplotlib'} & set(sys.modules))"

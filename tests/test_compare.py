@@ -171,6 +171,7 @@ def flags(out: Path) -> list[str]:
     return [*words, "--set", "fraction=0.1", "--out", str(out)]
 
 
+@pytest.mark.slow
 def test_compare_over_seeds_and_a_sweep(tmp_path: Path) -> None:
     words = ["compare", "fedavg", "fedprox", "--seeds", "2", "--sweep", "alpha=0.1,10", "--target", "0.15"]
     answer = command(*words, "--set", "mu=0.0", *flags(tmp_path / "all"))

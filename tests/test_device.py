@@ -197,11 +197,13 @@ def needed(method: str) -> dict[str, Any]:
     return settings | ({"proxy": "pool"} if needs.proxy_data else {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", registry.names())
 def test_every_method_ends_with_the_same_bits_on_another_device(method: str) -> None:
     same(*both(method, **needed(method)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
@@ -224,6 +226,7 @@ def test_variants_end_with_the_same_bits_on_another_device(method: str, settings
     same(*both(method, **settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffers", ["average", "local"])
 def test_batchnorm_and_augmentation_give_the_same_bits_on_another_device(buffers: str) -> None:
     settings = {
@@ -248,6 +251,7 @@ def test_samples_that_are_too_many_to_prepare_give_the_same_bits(monkeypatch: py
     same(*both("feddf", **needed("feddf")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [("cuda", "cpu"), ("cpu", "cuda")])
 def test_a_run_goes_on_on_another_device(first: str, then: str, tmp_path: Path) -> None:
     settings = TINY | {"rounds": 4, "save_models": 1}
@@ -271,6 +275,7 @@ class Apart(Wire):
             return super().answer(name, request)
 
 
+@pytest.mark.slow
 def test_a_server_and_its_sites_each_have_a_device_of_their_own(tmp_path: Path) -> None:
     here = served(Apart(tmp_path / "a", "cpu"), tmp_path / "here", "scaffold")
     with pretended_gpu():

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL, RunSmall, numbers, weights
+from guards import start
 from safetensors.torch import load_file
 from torch import nn
 
@@ -94,7 +95,9 @@ def command(tmp: Path, out: Path, **settings: Any) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    """With these tests to import from, beside what this process has."""
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -113,16 +116,17 @@ def all_client_states(path: Path) -> dict[int, dict[str, Any]]:
     return {k: state for k, state in states.items() if state}
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_resumed_gives_the_same_bits(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     subprocess.run(command(tmp_path, whole), env=environment(), check=True, capture_output=True)
     seconds = [json.loads(line)["seconds"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    a_round = sum(seconds) / len(seconds)
+    a_round = min(seconds)  # the next rounds take at least about as long, whatever else the machine does
 
     rng, words = random.Random(0), command(tmp_path, broken)
     resume = [sys.executable, "-m", "fedstill", "resume", str(broken)]
     for kills in range(1, 5):  # after at least so many rounds, at a moment within the next ones
-        process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = start(*words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and rounds_written(broken) < kills:
             time.sleep(0.005)
         time.sleep(rng.uniform(0, 1.5 * a_round))
@@ -191,7 +195,7 @@ class Meeting(fedstill.FedAvg):
         here = Path(self.folder) / f"{client.round}"
         here.mkdir(exist_ok=True)
         (here / f"{os.getpid()}").touch()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while len(list(here.iterdir())) < 2:
             assert time.monotonic() < deadline, "alone"
             time.sleep(0.01)
@@ -249,7 +253,7 @@ class Slow(fedstill.FedAvg):
 
     def uplink(self, client: fedstill.Client) -> Message:
         done = Path(self.folder)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while client.id == 0 and len(list(done.glob("done*"))) < 2:
             assert time.monotonic() < deadline, "nobody else was asked"
             time.sleep(0.01)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, RunSmall, numbers, weights
+from conftest import SMALL, RunSmall, numbers, slow, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 from wiretap import (
@@ -296,13 +296,13 @@ def kept(client: fedstill.Client) -> dict[str, Any]:
     return state
 
 
-VARIANTS: list[dict[str, Any]] = [
+VARIANTS: list[Any] = [
     {},
-    {"gen_first": False},
+    slow({"gen_first": False}),
     {"gen_adversarial": True},
-    {"gen_adversarial": True, "gen_first": False},
-    {"reset_generator": True},
-    {"t1": False},
+    slow({"gen_adversarial": True, "gen_first": False}),
+    slow({"reset_generator": True}),
+    slow({"t1": False}),
 ]
 
 

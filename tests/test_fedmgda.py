@@ -62,6 +62,7 @@ def test_the_weights_lie_on_the_simplex_and_in_the_box(clients: int, epsilon: fl
         assert np.abs(weights - prior).max() <= epsilon + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", EPSILONS[1:])
 @pytest.mark.parametrize("clients", [4, 10, 40])
 def test_the_weights_meet_the_conditions_of_optimality(clients: int, epsilon: float) -> None:

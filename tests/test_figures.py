@@ -37,6 +37,8 @@ from fedstill.report.runs import Run, distinct_names, flat, grouped, look_up
 from fedstill.report.toy import Regions, toy
 from fedstill.report.tsne import tsne
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:

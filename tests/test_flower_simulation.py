@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import RunSmall, numbers, weights
+from guards import start
 from safetensors.torch import load_file
 from test_engines import Remembering, Suicidal, all_client_states, command, environment, lines, rounds_written
+from test_work import QUICK
 from torch import nn
 
 import fedstill
@@ -26,7 +28,7 @@ from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import Message
 from fedstill.flower import simulation
 
-pytestmark = pytest.mark.xdist_group("simulation")  # one process, and one fleet, for all of them
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +45,9 @@ def fleet() -> Iterator[None]:
 KINDS: dict[str, dict[str, Any]] = {
     "fedavg": {},
     "scaffold": {},  # clients with state
-    "fedkf": {},  # a generator at every client
+    "fedkf": QUICK["fedkf"],  # a generator at every client
     "feddf": {"pool": 60, "proxy": "pool"},  # a server that distils
-    "dafkd": {},  # three kinds of networks, sent both ways
+    "dafkd": QUICK["dafkd"],  # three kinds of networks, sent both ways
     "fedavg+ccvr": {},  # a last exchange
     "fedavg+f2l": {"regions": 2, "participation": 1.0, "pool": 60},
 }
@@ -195,12 +197,12 @@ def test_the_command_line_gives_the_same_bits_and_leaves_nothing(
 def test_ctrl_c_ends_everything_and_the_run_goes_on_later(in_processes: Path, tmp_path: Path, scratch: Path) -> None:
     words = command(tmp_path, tmp_path / "run", engine="flower", workers=1, rounds=3)
     variables = environment() | {"TMPDIR": str(scratch)}
-    process = subprocess.Popen(words, env=variables, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = start(*words, env=variables, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and rounds_written(tmp_path / "run") < 1:
         time.sleep(0.01)
     assert started_with(scratch)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate()
     assert process.returncode == 130, told
     assert "ray" not in told
     assert not started_with(scratch)

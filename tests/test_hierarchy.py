@@ -69,6 +69,7 @@ def test_regions_are_averaged_uniformly(run_small: RunSmall) -> None:
     torch.testing.assert_close(weights(together).double(), torch.stack(alone).mean(0), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["f2l", "lkd", "mtkd", "fedavg", "fedprox+f2l"])
 def test_the_same_bits_for_any_number_of_workers(run_small: RunSmall, method: str) -> None:
     own = POOL if method != "fedavg" else {}
@@ -92,6 +93,7 @@ class StopAfter(Listener):
             raise Stop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["f2l", "scaffold", "f2l+t1"])
 @pytest.mark.parametrize("stopped", [1, 2, 3])
 def test_a_run_stopped_in_the_middle_of_an_episode_goes_on_to_the_same_bits(

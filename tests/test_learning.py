@@ -345,11 +345,13 @@ def test_momentum_begins_with_the_first_gradient_however_late() -> None:
         torch.testing.assert_close(p, q)
 
 
+@pytest.mark.slow
 def test_training_does_not_load_the_compiler() -> None:
     """It would take every worker process over a second."""
     code = (
         "import sys, fedstill\n"
-        "fedstill.run('fedkf', rounds=2, clients=2, participation=1.0, epochs=1, engine='inline', width=2)\n"
+        "fedstill.run('fedkf', rounds=2, clients=2, participation=1.0, epochs=1, engine='inline', width=2, z_dim=3,"
+        " fraction=0.1, image_size=16)\n"
         "print('torch._dynamo' in sys.modules)"
     )
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

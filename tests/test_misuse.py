@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from commandline import SHORT, Answer, assert_same_run, fedstill, interrupted_after, metrics, model, run, short
+from guards import start
 
 import fedstill as library
 from fedstill.cli.failure import Halted
@@ -578,6 +579,7 @@ FULL_AT = [  # the file, how many times it was written before, whether rounds ha
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "times", "began"), FULL_AT)
 def test_a_disk_that_is_full_at_any_write_costs_nothing(
     name: str, times: int, began: bool, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -652,20 +654,18 @@ def test_a_second_process_is_turned_away_and_nothing_happens(undisturbed: Path) 
     assert contents(undisturbed) == before
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on_and_the_run_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "run"
     words = short(out=path, rounds=500, engine="process", workers=2)
     command = [sys.executable, "-m", "fedstill", "run", "fedavg", *words]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    deadline = time.monotonic() + 60
+    process = start(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not (path / "metrics.jsonl").exists() or not metrics(path):
-        assert time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.05)
     second = fedstill("resume", path)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate()
     assert message(second) == f"{path} is in use by another process"
     assert process.returncode == 130
     assert err.splitlines() == ["error: stopped", f"{HINT} {path}"]

@@ -76,6 +76,7 @@ def test_network_has_the_published_number_of_parameters(
     assert parameters(models.build(name, shape, classes, **options)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"), [("resnet18", 11_689_512), ("resnet50", 25_557_032), ("shufflenetv2", 2_278_604)]
 )
@@ -152,6 +153,7 @@ def test_code_is_the_feature_and_adds_one_linear_layer(name: str, width: int) ->
     assert parameters(coded) - parameters(plain) == added
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_IMAGES)
 def test_gradients_reach_every_parameter_also_through_a_gradient(name: str) -> None:
     network = models.build(name, RGB, 10)

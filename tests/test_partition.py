@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from conftest import lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +44,7 @@ def total_variation(counts: Any) -> float:
 
 
 @given(st.sampled_from(ALL), LABELS, st.integers(1, 40), ALPHAS, st.integers(0, 2**32))
-@settings(max_examples=250, deadline=3000)
+@settings(max_examples=250)
 def test_every_partition_ends_with_valid_owners_or_a_clear_error(
     name: str, labels: npt.NDArray[np.int64], clients: int, alpha: float, seed: int
 ) -> None:
@@ -70,7 +70,7 @@ def test_every_partition_ends_with_valid_owners_or_a_clear_error(
 
 
 @given(LABELS, st.integers(1, 30), ALPHAS, st.integers(0, 8), st.sampled_from(["dirichlet", "dir_fedkf"]))
-@settings(max_examples=100, deadline=3000)
+@settings(max_examples=100)
 def test_min_size_holds_whenever_there_are_enough_samples(
     labels: npt.NDArray[np.int64], clients: int, alpha: float, min_size: int, name: str
 ) -> None:
@@ -84,7 +84,7 @@ def test_min_size_holds_whenever_there_are_enough_samples(
 
 
 @given(st.sampled_from(ALL), st.integers(1, 60), st.integers(1, 20))
-@settings(max_examples=60, deadline=3000)
+@settings(max_examples=60)
 def test_samples_per_client_is_a_cap(name: str, samples_per_client: int, clients: int) -> None:
     labels = np.arange(1200) % 3
     given = {"alpha": 5.0, "ratio": 1.0, "samples_per_client": samples_per_client}
@@ -107,6 +107,7 @@ def test_dirichlet_without_min_size_is_one_client_per_class_in_the_limit() -> No
     assert (counts.max(axis=0) == 5000).all()
 
 
+@pytest.mark.slow
 def test_dirichlet_shares_have_the_mean_and_variance_of_the_distribution() -> None:
     alpha, clients, classes = 0.5, 5, 3000
     labels = np.repeat(np.arange(classes), 1000)
@@ -137,10 +138,8 @@ def test_dir_balanced_stops_giving_to_full_clients() -> None:
 
 
 def test_dir_balanced_says_what_to_change_when_no_draw_fits() -> None:
-    started = time.perf_counter()
     with pytest.raises(DataError) as caught:
         partition("dir_balanced", CIFAR, 20, rng(), alpha=1e-6)
-    assert time.perf_counter() - started < 5
     assert str(caught.value) == (
         "no draw in 10000 gave every client 10 samples at alpha=1e-06 with 20 clients; "
         "lower min_size, raise alpha, or use partition=dir_fedkf"
@@ -161,7 +160,7 @@ def test_dir_feddf_names_min_share_when_no_draw_fits() -> None:
 
 
 @given(st.integers(2, 12), st.integers(1, 40), st.sampled_from([0.01, 0.1, 0.5]), st.integers(0, 10**6))
-@settings(max_examples=60, deadline=3000)
+@settings(max_examples=60)
 def test_dir_fedkf_largest_shares_take_turns(classes: int, clients: int, alpha: float, seed: int) -> None:
     labels = np.repeat(np.arange(classes), 20_000)
     owner = partition("dir_fedkf", labels, clients, rng(seed), alpha=alpha)
@@ -177,6 +176,7 @@ def test_dir_fedkf_largest_shares_take_turns(classes: int, clients: int, alpha: 
                 assert len(set(block.argmax(axis=0))) == block.shape[1]
 
 
+@pytest.mark.slow
 def test_dir_fedkf_takes_turns_in_any_order_alike() -> None:
     labels = np.repeat(np.arange(3), 1000)
     turns = []
@@ -212,7 +212,7 @@ def test_dir_client_prior_sizes_are_equal_or_log_normal() -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(0, 10**6))
-@settings(max_examples=50, deadline=2000)
+@settings(max_examples=50)
 def test_shards_hold_few_labels(clients: int, shards: int, seed: int) -> None:
     labels = rng(seed).permutation(np.repeat(np.arange(10), 100))
     owner = partition("shards", labels, clients, rng(seed), shards_per_client=shards)
@@ -327,10 +327,12 @@ def test_random_ranks_number_the_samples_of_each_owner(owner: list[int]) -> None
         assert mine == list(range(len(mine)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["iid", "dirichlet", "quantity", "dir_fedkf", "dir_client_prior"])
-def test_a_million_clients_take_seconds(name: str) -> None:
-    labels = np.arange(1_000_000) % 10
-    started = time.perf_counter()
-    owner = partition(name, labels, 1_000_000, rng())
-    assert time.perf_counter() - started < 20
-    assert (np.bincount(owner) == 1).all()
+def test_a_million_clients_are_never_looped_over(name: str) -> None:
+    def drawn(clients: int) -> None:
+        owner = partition(name, np.arange(clients) % 10, clients, rng())
+        assert (np.bincount(owner) == 1).all()
+
+    drawn(1_000_000)
+    assert lines_run(drawn, 100_000) < 2 * lines_run(drawn, 1_000)

@@ -51,6 +51,7 @@ def test_a_network_in_float64_is_left_alone() -> None:
     assert torch.equal(outputs(net, x).logits, expected)
 
 
+@pytest.mark.slow
 def test_learning_in_bfloat16_is_nearly_as_good(run_small: RunSmall) -> None:
     changed = {"clients": 2, "fraction": 0.2, "rounds": 5, "participation": 1.0, "alpha": 10.0, "lr": 0.1}
     changed |= {"eval_every": 0, "epochs": 2}

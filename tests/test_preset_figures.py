@@ -23,6 +23,8 @@ from fedstill.experiment.rundir import RunDirectory
 from fedstill.experiment.setup import divide, load_data
 from fedstill.report import style
 
+pytestmark = pytest.mark.slow
+
 TINY: dict[str, Any] = SMALL | {"model": "mlp", "model_options": {"hidden": [8]}, "rounds": 2, "fraction": 0.05}
 ROWS: list[dict[str, Any]] = [
     {"name": "The mean", "method": "fedavg"},

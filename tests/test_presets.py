@@ -98,6 +98,7 @@ def test_every_file_is_packaged() -> None:
 # --- that every name in them is known ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_point_is_a_configuration_of_known_data_networks_and_partitions(scale: Scale) -> None:
     for name in whole():
@@ -490,6 +491,7 @@ def test_a_figure_shows_the_runs_of_its_table_and_no_others(figure: str, table: 
     assert all(c in theirs for c in ours)
 
 
+@pytest.mark.slow
 def test_the_smaller_scale_has_the_rows_of_the_papers_and_no_more_work() -> None:
     for name in whole():
         large, small = ({p.row for p in points(name, scale)} for scale in SCALES)
@@ -540,6 +542,7 @@ def test_the_tables_over_saved_teachers_are_taught_from_one_run() -> None:
         assert runs[0] == runs[1]
 
 
+@pytest.mark.slow
 def test_every_partition_can_be_drawn() -> None:
     sizes = {d.name: (d.train, d.classes) for d in data.describe()}
     drawn = set()

@@ -134,6 +134,7 @@ def ends() -> dict[float, Array]:
     return {q: PROBLEM.run(QFFLOnQuadratic(q=q), rounds=rounds, lr=0.5) for q, rounds in ROUNDS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q", ROUNDS)
 def test_a_run_ends_at_the_fair_optimum(ends: dict[float, Array], q: float) -> None:
     """The rule stops where sum_k F_k^q grad F_k is zero."""

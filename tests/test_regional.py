@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL
+from conftest import SMALL, slow
 from test_sites import Silence, weights
 
 import fedstill
@@ -95,13 +95,13 @@ def alone(out: Path, method: str, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
-        ("fedavg+f2l", {}),
-        ("fedavg+f2l", {"local_unit": "equal_steps", "participation": 1.0}),
+        slow("fedavg+f2l", {}),
+        slow("fedavg+f2l", {"local_unit": "equal_steps", "participation": 1.0}),
         ("scaffold+f2l", {}),
-        ("fedavg+t1+f2l", {}),
-        ("fedavg", {}),
-        ("fedgkd-vote+f2l", {"buffer": 2}),
-        ("fedavg+f2l", {"data": "glosses-mini", "model": "bag", "image_size": 0, "fraction": 0.5}),
+        slow("fedavg+t1+f2l", {}),
+        slow("fedavg", {}),
+        slow("fedgkd-vote+f2l", {"buffer": 2}),
+        slow("fedavg+f2l", {"data": "glosses-mini", "model": "bag", "image_size": 0, "fraction": 0.5}),
     ],
 )
 def test_regions_come_to_the_bits_of_a_run_on_one_machine(
@@ -124,6 +124,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_regional_server_that_was_killed_in_the_middle_of_an_episode_goes_on(tmp_path: Path) -> None:
     class Dying(Wire):
         def ask(self, requests: Mapping[str, Tree], **how: Any) -> Iterator[tuple[str, Any]]:
@@ -150,6 +151,7 @@ def test_a_regional_server_that_was_killed_in_the_middle_of_an_episode_goes_on(t
     assert min(trained) == 4, "rounds that are done are not done again"
 
 
+@pytest.mark.slow
 def test_a_region_that_is_away_is_left_out_and_comes_back(tmp_path: Path) -> None:
     world = World(tmp_path)
 
@@ -177,6 +179,7 @@ def test_a_region_and_a_site_that_come_late_take_part_from_then_on(tmp_path: Pat
     assert "0" not in held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -229,6 +232,7 @@ def test_regions_whose_sites_have_data_of_their_own(tmp_path: Path) -> None:
     assert result.records[-1]["amp"] is not None
 
 
+@pytest.mark.slow
 def test_a_dead_site_does_not_take_its_region_out(tmp_path: Path) -> None:
     world = World(tmp_path)
 
@@ -257,6 +261,7 @@ def test_sites_have_no_more_time_than_the_episode(tmp_path: Path) -> None:
     assert given[1] <= 5 * 0.9
 
 
+@pytest.mark.slow
 def test_a_global_server_that_went_back(tmp_path: Path) -> None:
     """Its newest checkpoint is damaged, so that an episode is asked for which a region has left behind."""
 

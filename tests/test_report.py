@@ -19,6 +19,8 @@ from fedstill.metrics.statistics import spread
 from fedstill.report.page import Picture, page
 from fedstill.report.runs import Group, Run
 
+pytestmark = pytest.mark.slow
+
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 HOSTILE = '<script>alert("x")</script>&'
 

@@ -17,6 +17,8 @@ from fedstill.experiment.cells import carry_out
 from fedstill.experiment.presets import Preset
 from fedstill.experiment.reproduce import MEAN, directory, entries, plans, seconds_needed
 
+pytestmark = pytest.mark.slow
+
 TINY: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"}
 TINY |= {"model": "mlp", "model_options": {"hidden": [8]}, "rounds": 2}
 

@@ -130,6 +130,7 @@ def test_with_everything_allowed_it_is_fedavg_bit_for_bit(
     assert torch.equal(weights(run_small(f"fedavg+{name}", **QUICK, **settings)), weights(run_small(**QUICK)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_bits_on_both_engines(run_small: RunSmall, name: str) -> None:
     settings = QUICK | {"attack": "noise", "attackers": 1}

@@ -39,7 +39,7 @@ from fedstill.train.task import Samples, Task
 POOL = {"pool": 0.2, "proxy": "pool"}
 SHORT: dict[str, dict[str, Any]] = {
     "feddf": {"steps": 3},
-    "dafkd": {"batches": 2, "sample_batch": 8},
+    "dafkd": {"batches": 2, "sample_batch": 8, "z_dim": 4},
     "fedhyb": {},
     "fedgen": {"generator_steps": 3},
     "fedftg": {"iterations": 1, "server_batch": 4},
@@ -129,6 +129,7 @@ def test_what_goes_wrong_while_a_teacher_is_asked_is_said() -> None:
         stage.ask(task, [task.initial, task.initial[:-1]], task.proxy, threads=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["feddf", "fedbe", "fedhyb", "dafkd", "lkd"])
 def test_a_server_on_two_cores_gives_the_bits_of_one(run_small: RunSmall, method: str) -> None:
     settings = quickly(method) | {"engine": "process"}
@@ -158,6 +159,7 @@ def quickly(method: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", SERVER_SIDES)
 @pytest.mark.parametrize("first", [*SERVER_SIDES, "fedkf", "fedhkd", "fedmd", "scaffold"])
 def test_any_two_run_together_or_say_why_not(run_small: RunSmall, first: str, second: str) -> None:
@@ -185,6 +187,7 @@ class WithDropout(torch.nn.Module):
         return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["feddf", "fedftg", "dafkd", "fedbe", "fedavg+ccvr", "lkd"])
 def test_layers_that_draw_at_random_give_the_same_bits_too(run_small: RunSmall, method: str) -> None:
     settings = quickly(method) | {"model": WithDropout(), "model_options": {}}
@@ -295,6 +298,7 @@ def test_with_everything_off_it_is_fedavg_bit_for_bit(run_small: RunSmall, metho
     assert [r["accuracy"] for r in plain.records] == [r["accuracy"] for r in switched.records]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", SHORT)
 def test_on_it_is_not_fedavg_and_has_the_same_bits_on_both_engines(run_small: RunSmall, method: str) -> None:
     plain = run_small("fedavg", **POOL)
@@ -305,6 +309,7 @@ def test_on_it_is_not_fedavg_and_has_the_same_bits_on_both_engines(run_small: Ru
     assert numbers(inline) == numbers(processes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dafkd", "fedgen", "fedftg", "fedhkd", "fedmd", "creff"])
 def test_state_survives_a_resume_after_every_round(run_small: RunSmall, tmp_path: Path, method: str) -> None:
     whole = run_small(method, **POOL, **SHORT[method])
@@ -385,6 +390,7 @@ def test_a_constant_discriminator_gives_the_uniform_ensemble(tmp_path: Path) -> 
     torch.testing.assert_close(models["full"], models["no-correlation"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_in_the_private_variant_no_discriminator_leaves_a_client(run_small: RunSmall) -> None:
     setup = small_setup("dafkd", private=True, **SHORT["dafkd"])
     assert sorted(setup.method.wire(setup.task).up) == ["generator", "model", "predictions"]
@@ -427,6 +433,7 @@ def test_logits_may_be_averaged_and_matched_at_a_temperature() -> None:
     assert float(found) == pytest.approx(400 * (p * np.log(p / q)).sum(1).mean())
 
 
+@pytest.mark.slow
 def test_dafkd_can_match_logits(run_small: RunSmall) -> None:
     by_logits = run_small("dafkd", **POOL, **SHORT["dafkd"], logit_T=20.0)
     assert not torch.equal(weights(by_logits), weights(run_small("dafkd", **POOL, **SHORT["dafkd"])))
@@ -566,6 +573,7 @@ def test_a_client_side_and_a_server_side_combine(run_small: RunSmall) -> None:
     assert taught.summary["dropped"] == 0
 
 
+@pytest.mark.slow
 def test_generated_samples_for_fedhyb_come_from_dafkd(run_small: RunSmall) -> None:
     result = run_small("dafkd+fedhyb", pool=0, source="generated", **SHORT["dafkd"])
     assert result.summary["dropped"] == 0

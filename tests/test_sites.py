@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL
+from conftest import SMALL, slow
 
 import fedstill
 from fedstill.core import tree
@@ -76,14 +76,14 @@ NUMBERS = ("round", "accuracy", "loss", "amp", "fm", "wlp", "local_accuracy", "t
     ("method", "settings"),
     [
         ("fedavg", {}),
-        ("fedavg", {"local_unit": "equal_steps", "participation": 0.67, "model": "resnet8"}),
+        slow("fedavg", {"local_unit": "equal_steps", "participation": 0.67, "model": "resnet8"}),
         ("scaffold", {}),
-        ("fedkf", {"width": 8, "z_dim": 8}),
-        ("dafkd", {}),
+        slow("fedkf", {"width": 8, "z_dim": 8}),
+        slow("dafkd", {"batches": 1}),
         ("fedavg+ccvr", {}),
-        ("fedavg+f2l", {"regions": 2, "rounds_per_episode": 1, "pool": 0.2}),
-        ("fedhyb", {"proxy": "pool", "pool": 0.2}),
-        ("fedgkd", {"data": "glosses-mini", "model": "bag", "image_size": 0, "fraction": 0.5}),
+        slow("fedavg+f2l", {"regions": 2, "rounds_per_episode": 1, "pool": 0.2}),
+        slow("fedhyb", {"proxy": "pool", "pool": 0.2}),
+        slow("fedgkd", {"data": "glosses-mini", "model": "bag", "image_size": 0, "fraction": 0.5}),
     ],
 )
 def test_sites_come_to_the_bits_of_a_run_on_one_machine(tmp_path: Path, method: str, settings: dict[str, Any]) -> None:
@@ -94,6 +94,7 @@ def test_sites_come_to_the_bits_of_a_run_on_one_machine(tmp_path: Path, method: 
         assert {k: ours[k] for k in NUMBERS} == {k: theirs[k] for k in NUMBERS}
 
 
+@pytest.mark.slow
 def test_sites_begin_with_an_encoder_of_their_own_that_is_the_servers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
@@ -184,6 +185,7 @@ def test_a_site_that_comes_late_takes_part_from_then_on(tmp_path: Path) -> None:
     assert 0 not in sizes(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

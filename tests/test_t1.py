@@ -119,6 +119,7 @@ def latest_models(crossings: list[Crossing]) -> dict[int, Array]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedgkd", "scaffold", "moon", "feddyn"])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_returned_model_is_the_mean_of_the_models_that_crossed_last(

@@ -23,6 +23,7 @@ import torch
 
 from fedstill.core import tree
 from fedstill.core.errors import FedstillError
+from fedstill.core.processes import die_with_parent
 from fedstill.core.tree import Message, Tree
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Request, Score, Worker, answered, made
@@ -245,13 +246,3 @@ def _serve(worker: Worker, pipe: Connection, answers: Connection, inherited: lis
 
 def _work(worker: Worker, requests: list[dict[str, Any]], down: Message) -> Tree:
     return worker.handle_group([made(told) for told in requests], down)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the system end this process when its parent is killed, so that no orphan goes on writing."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)

@@ -18,8 +18,8 @@ from typing import Any
 from fedstill.core.device import CPU, find
 from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.core.files import read_json
+from fedstill.core.processes import die_with_parent
 from fedstill.data.dataset import Dataset
-from fedstill.engine.process import die_with_parent
 from fedstill.experiment import api
 from fedstill.experiment.config import FREE, Config, anchored
 from fedstill.experiment.machine import check_engine, cores, one_thread

@@ -1,0 +1,86 @@
+"""A test run that ends whatever happens: tests that kill their process are reported, and no child outlives it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from fedstill.core.processes import die_with_parent
+
+GRACE = 5.0  # seconds that helper processes have to end by themselves when the tests are over
+_crashed: list[str] = []
+
+
+def start(*words: str | Path, **options: Any) -> subprocess.Popen[Any]:
+    """A child in a process group of its own that dies with this process and can be interrupted.
+
+    A child of a process that ignores SIGINT, as under nohup, would ignore it too.
+    """
+    return subprocess.Popen(words, start_new_session=True, preexec_fn=partial(_prepare, os.getpid()), **options)  # noqa: PLW1509
+
+
+def _prepare(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent(parent)
+
+
+# --- hooks of pytest, for conftest.py ---
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers die with the run; what they leave behind becomes a child of the run, which can then find it."""
+    if hasattr(config, "workerinput"):
+        die_with_parent(os.getppid())
+    elif sys.platform == "linux":
+        PR_SET_CHILD_SUBREAPER = 36
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object | None) -> None:
+    if error:
+        _crashed.append(node.gateway.id)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A worker that died between two tests, or after the last, fails the run too."""
+    if _crashed and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _crashed:
+        terminalreporter.section("worker processes that died")
+        terminalreporter.line(f"{', '.join(_crashed)}; the tests they ran, if any, are among the failures")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        return
+    _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=GRACE)
+    for process in left:
+        process.kill()
+    psutil.wait_procs(left, timeout=GRACE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first in both halves, which pytest-xdist hands to two workers: neither ends with it."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    quick = [item for item in items if not item.get_closest_marker("slow")]
+    halves: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
+    for number, (_, together) in enumerate(groupby(slow, key=lambda item: item.path)):
+        halves[number % 2].extend(together)
+    filled = max(0, len(items) // 2 - len(halves[0]))
+    items[:] = [*halves[0], *quick[:filled], *halves[1], *quick[filled:]]

@@ -24,7 +24,11 @@ pytest.importorskip("flwr")
 
 import httpx
 from cryptography.hazmat.primitives import serialization
-from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.common.constant import TIMESTAMP_HEADER
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+from flwr.supercore.date import now
+from flwr.supercore.primitives.asymmetric import sign_message
 
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.flower import keys, private
@@ -216,17 +220,31 @@ def test_a_site_with_the_wrong_key_authority_or_no_encryption_is_told_so(trial: 
     assert link.present() == set(SITES)
 
 
+def signature(path: Path) -> dict[str, str]:
+    """The head of a request that a site signed just now."""
+    key = serialization.load_ssh_private_key(path.read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    pem = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    stamp = now().isoformat()
+    return {
+        FLEET_HTTP_PUBLIC_KEY_HEADER: base64.b64encode(pem).decode(),
+        FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(sign_message(key, stamp.encode("ascii"))).decode(),
+        TIMESTAMP_HEADER: stamp,
+    }
+
+
 def test_only_the_fleet_interface_is_open_and_only_to_known_keys(trial: Trial, link: Link) -> None:
-    key = serialization.load_ssh_public_key((trial.root / "keys/sites/lagos.pub").read_bytes())
-    pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    known = {FLEET_HTTP_PUBLIC_KEY_HEADER: base64.b64encode(pem).decode()}
+    signed = signature(trial.root / "keys/sites/lagos")
+    known = {FLEET_HTTP_PUBLIC_KEY_HEADER: signed[FLEET_HTTP_PUBLIC_KEY_HEADER]}
     context = ssl.create_default_context(cafile=str(trial.root / "keys/ca.pem"))
     with httpx.Client(base_url=f"https://{trial.server}", verify=context) as client:
         for path in ("control/list-nodes", "control/start-run", "runtime/acquire-task", "fleet/register-node"):
             assert client.post(f"/v1/{path}", headers=known).status_code == 404
         assert client.get("/docs").status_code == 404
         assert client.post("/v1/fleet/pull-messages", content=b"").status_code == 401
-        assert client.post("/v1/fleet/push-object", headers=known, content=bytes(11 << 20)).status_code == 413
+        assert client.post("/v1/fleet/pull-messages", headers=known, content=b"").status_code == 401
+        assert client.post("/v1/fleet/push-object", headers=known, content=bytes(11 << 20)).status_code == 401
+        assert client.post("/v1/fleet/push-object", headers=signed, content=bytes(11 << 20)).status_code == 413
         assert client.post("/v1/fleet/push-object", headers=known, content=iter([b"a"])).status_code == 411
 
 

@@ -30,6 +30,7 @@ from flwr.app import Message
 from fedstill.core.errors import DataError, FedstillError, SettingError, unknown
 from fedstill.core.tree import Tree
 from fedstill.flower import private, superlink
+from fedstill.flower.keys import check_dates
 from fedstill.flower.private import Node, Run
 from fedstill.flower.records import from_records, to_records
 
@@ -119,6 +120,8 @@ class Link:
         self._watcher = threading.Thread(target=self._watch, name="superlink-watch", daemon=True)
 
     def __enter__(self) -> Self:
+        for path in (self._certificates.certificate, self._certificates.ca) if self._certificates else ():
+            check_dates(path)  # else nothing, not even we, could connect
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._check_port()
         try:

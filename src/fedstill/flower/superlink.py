@@ -7,16 +7,19 @@ Flower 1.41 does not promise to keep.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import hmac
 import importlib
 import ipaddress
 import json
 import logging
 import os
+import resource
 import socket
 import sys
 import threading
 import time
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -88,8 +91,7 @@ class Connections:
             self._known(connection)
 
     def owner(self, client: tuple[str, int]) -> str | None:
-        connection = self._all.get(client)
-        return None if connection is None else connection.owner
+        return connection.owner if (connection := self._all.get(client)) is not None else None
 
     def close(self, client: tuple[str, int]) -> None:
         if (connection := self._all.get(client)) is not None:
@@ -271,9 +273,6 @@ async def _respond(send: Any, status: int) -> None:
 
 def _signed(headers: Mapping[str, str]) -> bool:
     """Whether the head of a request is signed by its key, and just now; Flower checks only what has arrived whole."""
-    import datetime
-    from base64 import b64decode
-
     from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
     from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
     from flwr.supercore.date import now
@@ -362,8 +361,6 @@ class Uploads:
 
     def refuse_newest(self, key: str) -> None:
         """A part of the answer that a site is sending is too large by itself."""
-        from base64 import b64decode
-
         with self._lock:
             node = self.state and self.state.get_node_id_by_public_key(b64decode(key))
             mine = [upload for upload in self._held.values() if upload.node == node]
@@ -394,13 +391,11 @@ class Uploads:
         with self._lock:
             self.sweep(time.time())
             mine = [other for other in self._held.values() if other.node == upload.node]
-            for other in mine:
-                if other.root == root:  # sent again, because our answer was lost: its objects stay
-                    upload.size = other.size
-                    self._held.pop(other.session)
-                    mine.remove(other)
-                    break
-            for other in mine[: len(mine) - _MOST_ANSWERS + 1]:
+            for other in [other for other in mine if other.root == root]:
+                upload.size = other.size  # sent again, because our answer was lost: its objects stay
+                self._held.pop(other.session)
+                mine.remove(other)
+            for other in mine[: max(0, len(mine) - _MOST_ANSWERS + 1)]:
                 self._drop(other)
             self._held[session] = upload
 
@@ -452,14 +447,6 @@ def _refusal(state: Any, run: int, request: str, reason: str) -> Any:
 # ----------------------------------------------------------------------------------------------------------- process
 
 
-def _raise_descriptors() -> None:
-    import resource
-
-    with suppress(OSError, ValueError):
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def main() -> None:
     """Flower's SuperLink behind the guard; ends when the process that started it does."""
     settings = json.load(sys.stdin)
@@ -474,7 +461,8 @@ def main() -> None:
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
-    _raise_descriptors()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     import uvicorn
     from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
     from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import SMALL
 from guards import start
@@ -22,7 +23,7 @@ import fedstill
 from fedstill.experiment.config import resolve
 
 pytest.importorskip("flwr")
-from fedstill.flower.keys import make
+from fedstill.flower.keys import add, make, revoke
 
 pytestmark = pytest.mark.slow
 
@@ -153,17 +154,74 @@ def test_a_site_that_dies_and_a_stranger_hold_up_nobody(trial: Trial) -> None:
     stranger, west = trial.join("stranger", key="other/sites/stranger"), trial.running[3]
     west.kill()
     west.wait()
-    assert stranger.wait(PATIENCE) != 0
-    assert "does not know the key" in " ".join(trial.log("stranger").split())
+    until(lambda: "does not know the key" in " ".join(trial.log("stranger").split()))
+    assert stranger.poll() is None, "and it tries again later"
+    add(trial.folder / "keys", "stranger", trial.folder / "other/sites/stranger.pub")
+    until(lambda: "connected to" in " ".join(trial.log("stranger").split()))
+    revoke(trial.folder / "keys", "stranger")
     until(lambda: any(r["dropped"] for r in records(trial.folder / "faults")[:-1]))
     assert server.poll() is None, "and the others go on"
     os.killpg(server.pid, signal.SIGTERM)
-    server.wait(PATIENCE)
+    assert server.wait(PATIENCE) == 143
+    stranger.terminate()
+    assert stranger.wait(PATIENCE) == 0
     found = records(trial.folder / "faults")
     assert found[0]["dropped"] == 0
     assert {r["clients"] - r["dropped"] for r in found} >= {2, 3}
     assert "client 2 dropped" in (trial.folder / "faults/log.txt").read_text()
     trial.running[3] = trial.join("west")
+
+
+def children(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_is_ended_leaves_no_process_and_on_sigterm_no_file(
+    trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    out = f"ended-{number}"
+    server = trial.serve(out, "fedavg", rounds=300, eval_every=0)
+    until(lambda: len(records(trial.folder / out)) >= 1)
+    started = children(server)
+    assert started
+    assert list(tmp_path.glob("fedstill-*"))
+    server.send_signal(number)
+    code = server.wait(PATIENCE)
+    until(lambda: not any(process.is_running() for process in started))
+    if number == signal.SIGTERM:
+        assert code == 143
+        assert "continue with: the same command" in trial.log(out)
+        assert not list(tmp_path.glob("fedstill-*"))
+
+
+def test_a_site_revoked_and_one_added_while_the_server_runs_and_after_it_was_started_again(trial: Trial) -> None:
+    """The run goes on without the one whose key was revoked; with a new key it is let in again."""
+    out, folder = trial.folder / "revoked", trial.folder / "keys"
+    server = trial.serve("revoked", "fedavg", "--timeout", "20", rounds=300, eval_every=0)
+    until(lambda: any(r["clients"] == 3 for r in records(out)))
+    revoke(folder, "west")
+    add(folder, "east")
+    until(lambda: "does not know the key" in " ".join(trial.log("west").split()))
+    until(lambda: records(out)[-1]["clients"] == 2)
+    server.terminate()
+    assert server.wait(PATIENCE) == 143
+    west = trial.running[3]
+    west.terminate()
+    assert west.wait(PATIENCE) == 0
+    done = len(records(out))
+    server = trial.serve("revoked", "fedavg", "--timeout", "20", rounds=300, eval_every=0)
+    until(lambda: len(records(out)) > done)
+    assert records(out)[-1]["clients"] == 2
+    assert "east is new" in (out / "log.txt").read_text()
+    assert "west belongs to this run, and its key was revoked" in (out / "log.txt").read_text()
+    add(folder, "west")
+    revoke(folder, "east")
+    trial.running[3] = trial.join("west")
+    until(lambda: records(out)[-1]["clients"] == 3)
+    server.terminate()
+    assert server.wait(PATIENCE) == 143
 
 
 def test_regions_come_to_the_bits_of_one_machine_also_when_one_is_killed(trial: Trial) -> None:

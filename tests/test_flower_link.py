@@ -25,7 +25,11 @@ pytest.importorskip("flwr")
 
 import httpx
 from cryptography.hazmat.primitives import serialization
-from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.common.constant import TIMESTAMP_HEADER
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+from flwr.supercore.date import now
+from flwr.supercore.primitives.asymmetric import sign_message
 
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.flower import keys, private
@@ -198,13 +202,11 @@ def test_unknown_sites_are_told_apart_before_anything_is_sent(link: Link) -> Non
         link.ask({"berlinn": {}}, timeout=1)
 
 
-def test_a_site_with_the_wrong_key_authority_or_no_encryption_is_told_so(trial: Trial, link: Link) -> None:
+def test_a_site_with_the_wrong_authority_or_no_encryption_is_told_so(trial: Trial, link: Link) -> None:
     def joining(key: str, ca: str | None, directory: str = "new") -> None:
         authority, place = None if ca is None else trial.root / ca, trial.root / directory
         serve(lambda tree: tree, server=trial.server, key=trial.root / key, ca=authority, directory=place)
 
-    with pytest.raises(FedstillError, match="does not know the key"):
-        joining("others/sites/stranger", "keys/ca.pem")
     with pytest.raises(FedstillError, match="is not the server that"):
         joining("keys/sites/lagos", "others/ca.pem")
     with pytest.raises(FedstillError, match="wants an encrypted connection"):
@@ -216,17 +218,31 @@ def test_a_site_with_the_wrong_key_authority_or_no_encryption_is_told_so(trial: 
     assert link.present() == set(SITES)
 
 
+def signature(path: Path) -> dict[str, str]:
+    """The head of a request that a site signed just now."""
+    key = serialization.load_ssh_private_key(path.read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    pem = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    stamp = now().isoformat()
+    return {
+        FLEET_HTTP_PUBLIC_KEY_HEADER: base64.b64encode(pem).decode(),
+        FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(sign_message(key, stamp.encode("ascii"))).decode(),
+        TIMESTAMP_HEADER: stamp,
+    }
+
+
 def test_only_the_fleet_interface_is_open_and_only_to_known_keys(trial: Trial, link: Link) -> None:
-    key = serialization.load_ssh_public_key((trial.root / "keys/sites/lagos.pub").read_bytes())
-    pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    known = {FLEET_HTTP_PUBLIC_KEY_HEADER: base64.b64encode(pem).decode()}
+    signed = signature(trial.root / "keys/sites/lagos")
+    known = {FLEET_HTTP_PUBLIC_KEY_HEADER: signed[FLEET_HTTP_PUBLIC_KEY_HEADER]}
     context = ssl.create_default_context(cafile=str(trial.root / "keys/ca.pem"))
     with httpx.Client(base_url=f"https://{trial.server}", verify=context) as client:
         for path in ("control/list-nodes", "control/start-run", "runtime/acquire-task", "fleet/register-node"):
             assert client.post(f"/v1/{path}", headers=known).status_code == 404
         assert client.get("/docs").status_code == 404
         assert client.post("/v1/fleet/pull-messages", content=b"").status_code == 401
-        assert client.post("/v1/fleet/push-object", headers=known, content=bytes(11 << 20)).status_code == 413
+        assert client.post("/v1/fleet/pull-messages", headers=known, content=b"").status_code == 401
+        assert client.post("/v1/fleet/push-object", headers=known, content=bytes(11 << 20)).status_code == 401
+        assert client.post("/v1/fleet/push-object", headers=signed, content=bytes(11 << 20)).status_code == 413
         assert client.post("/v1/fleet/push-object", headers=known, content=iter([b"a"])).status_code == 411
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from fedstill.core.errors import FedstillError
+
+TERMINATED = 128 + signal.SIGTERM
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM; ends what runs in the same way as Ctrl-C."""
 
 
 class Halted(FedstillError):
@@ -20,7 +27,7 @@ class Halted(FedstillError):
             text += f" (the traceback is in {path / 'log.txt'})"
         super().__init__(text)
         self.hint = f"what is done is kept; continue with: {again or f'fedstill resume {path}'}"
-        self.code = 130 if stopped else 2
+        self.code = TERMINATED if isinstance(reason, Terminated) else 130 if stopped else 2
 
 
 def one_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedstill.cli import figures
+from fedstill.cli import figures, keys
 from fedstill.cli.failure import Halted, one_line
 from fedstill.core.errors import FedstillError
 
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 
 app.add_typer(figures.app, name="figure", rich_help_panel="Look")
+app.add_typer(keys.app, name="keys", rich_help_panel="Many machines")
 
 # Arguments of a command that are not settings of a run.
 _NOT_SETTINGS = ("method", "methods", "out", "set_", "force", "dry_run", "seeds", "sweep", "jobs", "tensorboard")
@@ -210,22 +211,6 @@ def resume(
 ) -> None:
     """Continue a run after any interruption; the result is the same, bit for bit."""
     _commands().resume(directory, rounds, device=device, tensorboard=tensorboard)
-
-
-@app.command(rich_help_panel="Many machines")
-def keys(
-    directory: Annotated[Path, typer.Argument(help="Where to write them.")],
-    site: Annotated[list[str], typer.Option(help="A site's name; repeat it for each.")],
-    host: Annotated[
-        list[str], typer.Option(help="A name or address of the server, as sites know it; can be repeated.")
-    ],
-) -> None:
-    """Make certificates and keys for a trial on many machines.
-
-    \b
-    fedstill keys trial --site north --site south --host server.example
-    """
-    importlib.import_module("fedstill.cli.network").keys(directory, site, host)
 
 
 @app.command(rich_help_panel="Many machines")

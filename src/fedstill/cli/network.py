@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from fedstill.cli.commands import Flags, config_of, console, results_table, run_in, run_name, say
+from fedstill.cli.failure import TERMINATED, Terminated
 from fedstill.core.errors import SettingError
 from fedstill.core.tree import Tree
+from fedstill.experiment.config import Config
+from fedstill.experiment.rundir import SERVED
 from fedstill.experiment.setup import largest_answer, load_data, undivided
 from fedstill.experiment.sites import Link, Own, Site, Terms, regions_of
 from fedstill.experiment.sites import serve as serve_sites
 
+if TYPE_CHECKING:
+    from fedstill.flower.link import Certificates
+
+_SOON = datetime.timedelta(days=14)
 _INSECURE = "insecure: nothing is encrypted, and anybody on the way can read and change what is sent"
 _ROOM = 1 << 20  # bytes that an answer may have beside its tensors
 
 
-def keys(directory: Path, sites: list[str], hosts: list[str]) -> None:
+def make_keys(directory: Path, sites: list[str], hosts: list[str]) -> None:
     _needs_flower()
     from fedstill.flower.keys import make
 
@@ -33,20 +44,58 @@ def keys(directory: Path, sites: list[str], hosts: list[str]) -> None:
     )
 
 
+def add_key(directory: Path, site: str, public: Path | None) -> None:
+    _needs_flower()
+    from fedstill.flower.keys import add
+
+    add(directory, site, public)
+    own = "" if public else f"it needs {directory}/ca.pem and {directory}/sites/{site}, which nobody else may have; "
+    say(f"{site} is let in, by a server that runs too; {own}a run that has begun without it stays without it")
+
+
+def revoke_key(directory: Path, site: str) -> None:
+    _needs_flower()
+    from fedstill.flower.keys import revoke
+
+    revoke(directory, site)
+    say(f"{site} is not let in any more, nor by a server that runs; its runs go on without it")
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends what is inside as Ctrl-C does, with everything cleaned up; a second one does not cut that short."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except Terminated:
+        console.print("stopped", style="bold red")
+        raise SystemExit(TERMINATED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def serve(
     method: str, flags: Flags, assignments: list[str], *, keys: Path, host: str, port: int, out: Path | None,
     timeout: float, wait: float, needed: int, regional: bool, insecure: bool,
 ) -> None:  # fmt: skip
     _needs_flower()
-    public = _public_keys(keys)
+    public, revoked = _public_keys(keys), _revoked(keys)
     terms = Terms(timeout=timeout, needed=_needed(needed, public))
     config = config_of(method, flags if regional else {**flags, "clients": len(public)}, assignments)
-    path = out or Path("runs") / f"served-{run_name(config)}"
+    path = out or _begun(config, len(revoked)) or Path("runs") / f"served-{run_name(config)}"
+    names = list(public)
     if regional:
-        regions_of(config, list(public))
+        names += sorted(revoked & {table.name for table in config.each_region()})
+        regions_of(config, names)
     _warn(insecure)
     limit = largest_answer(config, undivided(config, load_data(config)))
     with (
+        _terminable(),
         run_in(path, again="the same command") as display,
         _listening(keys, public, host, port, limit, insecure=insecure) as link,
     ):
@@ -62,7 +111,7 @@ def serve(
             return time.monotonic() < until
 
         result = serve_sites(
-            config, list(public), link, path, terms=terms, pause=pause, listener=display, regional=regional
+            config, names, link, path, terms=terms, pause=pause, listener=display, regional=regional, revoked=revoked
         )
     console.print(results_table({config.method: result.summary}))
     say(f"all of it: {path}")
@@ -73,6 +122,7 @@ def _listening(
     keys: Path, public: dict[str, Path], host: str, port: int, most_bytes: int, *, insecure: bool
 ) -> Iterator[Link]:
     """A connection to sites, by the certificate and the public keys in a directory."""
+    from fedstill.flower.keys import public_keys as site_keys
     from fedstill.flower.link import Certificates
     from fedstill.flower.link import Link as FlowerLink
 
@@ -80,18 +130,51 @@ def _listening(
     for path in (certificates.ca, certificates.certificate, certificates.key) if certificates else ():
         if not path.is_file():
             raise SettingError(f"{path} is missing; 'fedstill keys' makes it, and --insecure does without")
+    _say_dates(certificates)
     with tempfile.TemporaryDirectory(prefix="fedstill-") as scratch, FlowerLink(
         # Without a database no message stays on the disk. What must last is in the run directory.
-        Path(scratch), public, host=host, port=port, certificates=certificates, most_bytes=most_bytes + _ROOM,
-        database=False,
+        Path(scratch), partial(site_keys, keys), host=host, port=port, certificates=certificates,
+        most_bytes=most_bytes + _ROOM, database=False,
     ) as link:  # fmt: skip
         say(f"listening on {host}:{port} for {', '.join(public)}")
         yield link
 
 
+def _say_dates(certificates: Certificates | None) -> None:
+    """Say in good time that a certificate will expire; an expired one is refused."""
+    from fedstill.flower.keys import check_dates
+
+    if certificates is None:
+        return
+    ends = {path: check_dates(path) for path in (certificates.certificate, certificates.ca)}
+    path = min(ends, key=ends.__getitem__)
+    left = ends[path] - datetime.datetime.now(datetime.UTC)
+    if left < _SOON:
+        console.print(f"the certificate {path} expires in {left.days} days; sites refuse it then", style="bold red")
+    else:
+        say(f"the certificates are valid until {ends[path]:%Y-%m-%d}")
+
+
+def _revoked(keys: Path) -> set[str]:
+    from fedstill.flower.keys import revoked
+
+    return revoked(keys)
+
+
+def _begun(config: Config, revoked: int) -> Path | None:
+    """The directory of an unfinished run of before keys were revoked; its name has the number of sites."""
+    for clients in range(config.clients + revoked, config.clients, -1):
+        path = Path("runs") / f"served-{run_name(config.model_copy(update={'clients': clients}))}"
+        if (path / SERVED).exists() and not (path / "summary.json").exists():
+            return path
+    return None
+
+
 def _public_keys(keys: Path) -> dict[str, Path]:
     """The sites' public keys, by name."""
-    public = {path.stem: path for path in sorted((keys / "sites").glob("*.pub"))}
+    from fedstill.flower.keys import public_keys
+
+    public = public_keys(keys)
     if not public:
         raise SettingError(f"{keys}/sites has no public keys (NAME.pub); 'fedstill keys' makes some for a trial")
     return public
@@ -119,7 +202,9 @@ def region(
     terms = Terms(timeout=timeout, needed=_needed(needed, public))
     place = directory or Path(f"region-{key.name}")
     listen = partial(_listening, keys, public, host, port, insecure=insecure)
-    with RegionalServer(place, list(public), listen, own=Own(**own), terms=terms) as regional:
+    with RegionalServer(
+        place, list(public), listen, own=Own(**own), terms=terms, revoked=sorted(_revoked(keys))
+    ) as regional:
         _answer(regional.handle, server, key, ca, place, insecure=insecure)
     _leave()
 

@@ -104,9 +104,13 @@ class RegionalServer:
         own: Own,
         terms: Terms,
         listener: Listener | None = None,
+        revoked: Sequence[str] = (),
     ) -> None:
-        """`connect` lets the sites called `names` in, and no answer with more bytes than it is given."""
-        self.directory, self.names = directory, sorted(names)
+        """`connect` lets the sites called `names` in, and no answer with more bytes than it is given.
+
+        `revoked` ones may belong to a run that goes on without them.
+        """
+        self.directory, self._names, self._revoked = directory, sorted(names), sorted(revoked)
         self.own, self.terms, self.listener = own, terms, listener
         self._connect = connect
         self._link: tuple[int, Link] | None = None
@@ -146,6 +150,11 @@ class RegionalServer:
         self._attended.told = told
         return self._attended
 
+    def names(self, count: int) -> list[str]:
+        """The `count` sites of a run, in the order of their clients."""
+        everyone = sorted({*self._names, *self._revoked})
+        return everyone if len(everyone) == count else self._names
+
     def _forget(self) -> None:
         """Let go of the run, which can go on from its directory."""
         if self._attended is not None:
@@ -171,16 +180,17 @@ class _Attended:
         everywhere = assign(config, config.clients)
         self._number = next(n for n, members in enumerate(everywhere) if told["client"] in members)
         self._members = np.sort(everywhere[self._number])
-        if len(self._members) != len(server.names):
+        names = server.names(len(self._members))
+        if len(self._members) != len(names):
             raise SettingError(
-                f"the region has {len(self._members)} clients in the settings, and keys of {len(server.names)} here"
+                f"the region has {len(self._members)} clients in the settings, and keys of {len(names)} here"
             )
         self._own = config.each_region()[self._number]
         self._whole = registry.make(config.method, config.hyper)
         self._method = regional_method(self._own, config, self._whole)
         self._config, holds = _held_here(config, self._method, told)
         self._link = server.link(largest_answer(self._config, holds))
-        clients = {name: np.array([k]) for name, k in zip(server.names, self._members, strict=True)}
+        clients = {name: np.array([k]) for name, k in zip(names, self._members, strict=True)}
         self._roll = Roll(clients, holds.dataset, holds, self._tell, of=config.clients)
         self._sites = Sites(None, self._link, self._roll, server.terms)
         self.rounds: Rounds | None = None

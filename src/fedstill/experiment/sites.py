@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeGuard
@@ -288,16 +288,18 @@ def serve(
     pause: Callable[[dict[str, str]], bool],
     listener: Listener | None = None,
     regional: bool = False,
+    revoked: Collection[str] = (),
 ) -> api.Result:
     """Run a federation of sites, or continue it if it was begun in `out`.
 
     `regional`: each name is a regional server, with sites of its own. `pause` is told who is missing (and why, if that
-    is known), waits a little, and says whether to wait on.
+    is known), waits a little, and says whether to wait on. `revoked` sites may belong to the run; none is waited for.
     """
     _check(config)
     if regional:
         clients = regions_of(config, names)
     else:
+        with_keys, names = names, _order(out, names, revoked)
         config = config.model_copy(update={"clients": len(names)})
     # What a checkpoint does not have would have to be asked of the sites again.
     config = config.model_copy(update={"checkpoint_every": 1})
@@ -309,7 +311,7 @@ def serve(
         directory.check_rounds(config.rounds)
         number = _number(directory)
         if not regional:
-            names = _order(directory, names)
+            write_json(directory.path / SERVED, read_json(directory.path / SERVED) | {"sites": names})
             clients = {name: np.array([k]) for k, name in enumerate(names)}
         frozen: list[str] = []  # what tells the frozen part of the network, where there is one
         steps: list[int] = []  # of an epoch in each region, once the sites have said how much they hold
@@ -332,12 +334,18 @@ def serve(
         called = () if regional else names
         roll = Roll(clients, dataset, pool, told, of=config.clients, names=called, changing=regional)
         with logging_to(directory.path / "log.txt"):
+            wanted = set(names) - set(revoked)
+            for name in set(names) - wanted:
+                log.warning("%s belongs to this run, and its key was revoked: the run goes on without it", name)
+            for name in () if regional else sorted(set(with_keys) - set(names)):
+                log.warning("%s is new, and this run has begun without it: it is for the next one", name)
             while True:
                 roll.call(link, timeout=terms.timeout)
-                if roll.known == len(names) or not pause(roll.missing):
+                missing = {name: why for name, why in roll.missing.items() if name in wanted}
+                if not missing or not pause(missing):
                     break
-            if roll.known < terms.needed:
-                raise FedstillError(f"only {roll.known} of {len(names)} sites are there, {terms.needed} are needed")
+            if roll.known < (needed := min(terms.needed, len(wanted))):
+                raise FedstillError(f"only {roll.known} of {len(wanted)} sites are there, {needed} are needed")
             setup = prepare(config, data=roll.federation, elsewhere=True)
         if begun and directory.oldest_checkpoint():
             refuse_changes(fixed(directory.config()), fixed(anchored(config)))
@@ -390,17 +398,21 @@ def _number(directory: RunDirectory) -> str:
     return str(read_json(path)["number"])
 
 
-def _order(directory: RunDirectory, names: Sequence[str]) -> list[str]:
-    """Sites in the order in which the run knows them; new ones come last."""
-    path = directory.path / SERVED
-    kept = read_json(path)
-    if gone := [name for name in kept["sites"] if name not in names]:
-        raise SettingError(f"site {gone[0]} belongs to this run; its key is needed")
-    order = [*kept["sites"], *sorted(name for name in names if name not in kept["sites"])]
-    if kept["sites"] and len(order) > len(kept["sites"]):
-        raise SettingError(f"site {order[-1]} is new: begin another run, for this one has {len(kept['sites'])} sites")
-    write_json(path, kept | {"sites": order})
-    return order
+def _order(out: Path, names: Sequence[str], revoked: Collection[str]) -> list[str]:
+    """The sites of a run, in the order of their clients: those of a new one by name, and of one that has begun its own.
+
+    A run that has begun keeps the number of its clients: one that was revoked is absent from now on, and one that was
+    added since is left out.
+    """
+    path = out / SERVED
+    members: list[str] = read_json(path)["sites"] if path.exists() else []
+    if not members:
+        return sorted(names)
+    for name in members:
+        if name not in names and name not in revoked:
+            hint = "its key is needed, or 'fedstill keys revoke', to go on without it"
+            raise SettingError(f"site {name} belongs to this run; {hint}")
+    return members
 
 
 # --- a site's end -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,8 @@ from flwr.app import Message
 
 from fedstill.core.errors import DataError, FedstillError, SettingError, unknown
 from fedstill.core.tree import Tree
-from fedstill.flower import private
+from fedstill.flower import private, superlink
+from fedstill.flower.keys import check_dates
 from fedstill.flower.private import Node, Run
 from fedstill.flower.records import from_records, to_records
 
@@ -39,6 +40,10 @@ _STOP = 3.0  # seconds that it may take to end
 _BEAT = 5.0  # seconds between heartbeats of the run
 _LOOK = 0.5  # seconds for which the list of connected sites is believed
 _AGAIN = 1.0  # seconds before a request that was lost is sent again
+_KEYS = 1.0  # seconds between looks at who is to be let in
+
+PublicKeys = Mapping[str, bytes | Path]
+"""Each site's public key in OpenSSH's format, or the file that has it."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,14 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Strangers:
+    """What connections may take that have not shown a key yet."""
+
+    connections: int = 32  # of an address; a further one takes the place of the oldest
+    seconds: float = 20.0  # for the handshake and a signed request
+
+
+@dataclass(frozen=True)
 class _Sent:
     """A request on its way: which message of which run, and to which connection of the site."""
 
@@ -69,29 +82,33 @@ class _Sent:
 class Link:
     """A SuperLink with the given sites, for as long as the `with` lasts.
 
-    `sites` gives each site's public key, in OpenSSH's format; `certificates=None` encrypts nothing. `directory`
-    keeps Flower's database and log. Answers above `most_bytes` are refused. Without `database` the SuperLink keeps
-    everything in memory: a round is twice as fast and no message is left on the disk; when it dies, sites connect anew.
+    `sites` gives each site's public key, or is asked again and again for them: a site can be revoked or added at any
+    time. `certificates=None` encrypts nothing. `directory` keeps Flower's database and log. Answers above `most_bytes`
+    are refused while they arrive. Without `database` the SuperLink keeps everything in memory: a round is twice as fast
+    and no message is left on the disk; when it dies, sites connect anew.
     """
 
     def __init__(
         self,
         directory: Path,
-        sites: Mapping[str, bytes | Path],
+        sites: PublicKeys | Callable[[], PublicKeys],
         *,
         host: str,
         port: int,
         certificates: Certificates | None,
         most_bytes: int,
         database: bool = True,
+        strangers: Strangers | None = None,
     ) -> None:
         self._directory, self._host, self._port = directory, host, port
         self._log_file = directory / "superlink.log"
         self._certificates, self._most_bytes, self._database = certificates, most_bytes, database
-        self._keys = {site: _public_key(site, key) for site, key in sites.items()}
+        self._strangers = strangers or Strangers()
+        self._find_keys = sites if callable(sites) else None
+        self._keys = _public_keys(sites() if callable(sites) else sites)
         self._names = {key: site for site, key in self._keys.items()}
-        if len(self._names) != len(self._keys):
-            raise SettingError("two sites have the same public key")
+        self._sites = set(self._keys)  # also those whose key was revoked since
+        self._complaint = ""
         local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         place = f"[{local}]:{port}" if ":" in local else f"{local}:{port}"
         self._address = private.Address(place, _only(certificates), secrets.token_hex(32))
@@ -103,6 +120,8 @@ class Link:
         self._watcher = threading.Thread(target=self._watch, name="superlink-watch", daemon=True)
 
     def __enter__(self) -> Self:
+        for path in (self._certificates.certificate, self._certificates.ca) if self._certificates else ():
+            check_dates(path)  # else nothing, not even we, could connect
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._check_port()
         try:
@@ -142,8 +161,8 @@ class Link:
         `name`, by a server that was killed for instance, it need not work again.
         """
         for site in requests:
-            if site not in self._keys:
-                raise unknown("site", site, self._keys)
+            if site not in self._sites:
+                raise unknown("site", site, self._sites)
         until = time.monotonic() + timeout
         question = _Question(name or uuid.uuid4().hex, name is not None, timeout, until, threading.Event())
         answers: queue.SimpleQueue[tuple[str, Tree | Failure]] = queue.SimpleQueue()
@@ -178,6 +197,8 @@ class Link:
         present = sent is not None
         while question.left() > 0 and not question.closed.is_set() and not self._stopping.is_set():
             wait = private.pause(question.timeout - question.left())
+            if site not in self._keys:
+                return Failure("its key was revoked")
             try:
                 run, nodes = self._look(_LOOK)
                 node, present = nodes.get(site), site in nodes
@@ -215,7 +236,7 @@ class Link:
 
     def _watch(self) -> None:
         """Bring the SuperLink back when it dies, and its run when it is given up."""
-        beat = time.monotonic()
+        beat = looked = time.monotonic()
         while not self._stopping.wait(0.2):
             try:
                 if self._process is not None and self._process.poll() is not None:
@@ -228,9 +249,39 @@ class Link:
                     if not self._run.beat():
                         _log.warning("the SuperLink gave the run up; starting another")
                         self._run = None
+                if self._run is not None and time.monotonic() - looked > _KEYS:
+                    looked = time.monotonic()
+                    self._update_keys()
             except Exception as error:  # noqa: BLE001 (nobody else would bring it back)
                 _log.warning("the SuperLink: %s", error)
                 self._stopping.wait(1)
+
+    def _update_keys(self) -> None:
+        """Let in who was added, and nobody whose key was revoked."""
+        if self._find_keys is None:
+            return
+        try:
+            keys = _public_keys(self._find_keys())
+        except (SettingError, OSError) as error:  # such as a file that is being written
+            if str(error) != self._complaint:
+                _log.warning("the sites' keys stay as they were: %s", error)
+            self._complaint = str(error)
+            return
+        self._complaint = ""
+        if keys == self._keys:
+            return
+        before, self._keys = self._keys, keys
+        self._names = {key: site for site, key in keys.items()}
+        self._sites |= keys.keys()
+        self._seen = (0.0, None, {})
+        try:
+            self._address.admit(keys)
+        except BaseException:
+            self._keys = before  # to be tried again
+            raise
+        for site in sorted(before.keys() | keys.keys()):
+            if before.get(site) != keys.get(site):
+                _log.warning("%s: %s", site, "its key is new" if site in keys else "its key was revoked")
 
     def _open(self) -> None:
         """A SuperLink that answers, with all sites' keys, and a run on it."""
@@ -244,11 +295,12 @@ class Link:
                 raise FedstillError(f"Flower's SuperLink does not start: {last[:300]}")
             if self._stopping.wait(0.1):
                 return
-        self._run = Run(self._address, self._keys)
+        self._address.admit(self._keys)
+        self._run = Run(self._address)
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         home = self._directory.resolve()
-        command = [sys.executable, "-P", private.__file__, "--host", self._host, "--port", str(self._port)]
+        command = [sys.executable, "-P", superlink.__file__, "--host", self._host, "--port", str(self._port)]
         command += ["--isolation", "process", "--disable-runtime-dependency-installation"]
         if self._database:
             command += ["--database", str(home / "superlink.db")]
@@ -271,8 +323,15 @@ class Link:
         keys = [private.header_of(key) for key in self._keys.values()]
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin as pipe:
-            told = {"parent": os.getpid(), "secret": self._address.secret, "keys": keys}
-            pipe.write(json.dumps(told).encode())
+            settings = {
+                "parent": os.getpid(),
+                "secret": self._address.secret,
+                "keys": keys,
+                "most_bytes": self._most_bytes,
+                "strangers": self._strangers.connections,
+                "seconds": self._strangers.seconds,
+            }
+            pipe.write(json.dumps(settings).encode())
         return process
 
     def _stop_process(self) -> None:
@@ -328,6 +387,8 @@ def _arriving(
 
 def _read(answer: Message, name: str, most_bytes: int) -> Tree | Failure:
     """What a site's answer says."""
+    if answer.has_error() and answer.error.code == superlink.REFUSED:
+        return Failure(f"its answer is refused: {answer.error.reason}")
     if answer.has_error():
         return Failure(f"Flower's error {answer.error.code}: {answer.error.reason}")
     said = from_records(answer.content, most_bytes=most_bytes)
@@ -336,6 +397,13 @@ def _read(answer: Message, name: str, most_bytes: int) -> Tree | Failure:
     if "body" in said:
         return said["body"]
     return Failure(str(said.get("error")))
+
+
+def _public_keys(sites: PublicKeys) -> dict[str, bytes]:
+    keys = {site: _public_key(site, key) for site, key in sites.items()}
+    if len(set(keys.values())) != len(keys):
+        raise SettingError("two sites have the same public key")
+    return keys
 
 
 def _public_key(site: str, key: bytes | Path) -> bytes:

@@ -23,11 +23,14 @@ from fedstill.core.errors import DataError, FedstillError
 from fedstill.core.files import write_atomic
 from fedstill.core.tree import Tree
 from fedstill.flower import private
+from fedstill.flower.keys import check_dates
 from fedstill.flower.records import from_records, to_records
 
 _log = logging.getLogger(__name__)
 _HELD = 75.0  # seconds: Flower holds the place of a process that vanished for 60
 _BACKOFF = 5.0  # most seconds between two attempts to connect
+_LONG_BACKOFF = 60.0  # the same where somebody has to do something at the server first
+_EXPIRED = {9: "is not valid yet", 10: "has expired"}  # by OpenSSL's number of the error
 _GREETING = 10.0  # seconds that a server may take to accept a connection
 _PLAIN = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")  # what OpenSSL calls an answer without TLS
 
@@ -51,16 +54,18 @@ def serve(
 ) -> None:
     """Answer each request from `server` (host:port) with what `handle` returns, until SIGTERM or SIGINT.
 
-    The server is waited for, and reconnected to, for ever; FedstillError when it is not the right one or refuses
-    the key. Without `ca` nothing is encrypted, and the server must have been started that way. `directory` keeps
-    the last answer: a request that comes again, also after a kill, is answered without calling `handle`. `ready` is
-    called at the first connection. To be called in the main thread, where `handle` runs too.
+    The server is waited for, and reconnected to, for ever, also if it does not know the key yet, or its certificate
+    has expired; FedstillError when it is not the right one. Without `ca` nothing is encrypted, and the server must have
+    been started that way. `directory` keeps the last answer: a request that comes again, also after a kill, is answered
+    without calling `handle`. `ready` is called at the first connection. To be called in the main thread, where `handle`
+    runs too.
     """
     private_key = _private_key(key)
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory), suppress(_Stopped), _stoppable():
         site = _Site(handle, directory, ready)
         refused_since: float | None = None
+        rejected = 0  # times in a row
         while True:
             trusted = _meet(server, ca)
             try:
@@ -75,19 +80,24 @@ def serve(
             except private.Refused as error:
                 refused_since = refused_since or time.monotonic()
                 _check_refusal(error, server, key, time.monotonic() - refused_since)
-                _log.info("%s has no place for this site yet (%s); trying again", server, str(error).split(".")[0][:80])
+                rejected = rejected + 1 if error.status == 401 else 0
+                if rejected == 1:
+                    hint = "have its .pub added there ('fedstill keys add'), or set the clocks of the two machines"
+                    _log.warning("%s does not know the key %s; trying until it does: %s", server, key, hint)
+                elif not rejected:
+                    reason = str(error).split(".")[0][:80]
+                    _log.info("%s has no place for this site yet (%s); trying again", server, reason)
             else:
-                refused_since = None
+                refused_since, rejected = None, 0
                 _log.warning("the connection to %s was lost; connecting again", server)
-            time.sleep(1)
+            time.sleep(min(_LONG_BACKOFF, 2.0 ** min(rejected, 10)) if rejected else 1.0)
 
 
 def _check_refusal(error: private.Refused, server: str, key: Path, seconds: float) -> None:
     """Raise what the user has to mend; return if waiting may help."""
     status = error.status
     if status == 401:
-        hint = "have its .pub added there, or set the clocks of the two machines"
-        raise FedstillError(f"{server} does not know the key {key}; {hint}") from error
+        return
     if status == 412 and seconds > _HELD:
         raise FedstillError(f"{server} refuses {key}: another process seems to be connected with it") from error
     if status is not None and status != 412 and status < 500:
@@ -221,16 +231,7 @@ def _meet(server: str, ca: Path | None) -> bytes | None:
     host, _, port = server.rpartition(":")
     if not host or not port.isdecimal():
         raise FedstillError(f"server {server!r} is not host:port")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    trusted = None
-    if ca is None:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    else:
-        try:
-            trusted = ca.read_bytes()
-            context.load_verify_locations(cadata=trusted.decode("ascii"))
-        except (OSError, ValueError) as error:
-            raise FedstillError(f"the CA certificate {ca} cannot be read: {error}") from error
+    context, trusted = _trust(ca)
     wait = first = 0.25
     while True:
         try:
@@ -241,6 +242,13 @@ def _meet(server: str, ca: Path | None) -> bytes | None:
                         raise FedstillError(f"{server} wants an encrypted connection; give its CA certificate")
                     return trusted
         except ssl.SSLCertVerificationError as error:
+            if problem := _EXPIRED.get(error.verify_code):
+                if wait == first:
+                    hint = "renew it there, or set the clock of this machine"
+                    _log.warning("the certificate of %s %s; trying until it is valid: %s", server, problem, hint)
+                time.sleep(wait)
+                wait = min(_LONG_BACKOFF, 2 * wait)
+                continue
             raise FedstillError(f"{server} is not the server that {ca} vouches for: {error.verify_message}") from error
         except (OSError, ValueError) as error:
             spoke_plainly = isinstance(error, ssl.SSLError) and error.reason in _PLAIN
@@ -252,3 +260,18 @@ def _meet(server: str, ca: Path | None) -> bytes | None:
                 _log.warning("%s does not answer (%s); trying until it does", server, error)
         time.sleep(wait)
         wait = min(_BACKOFF, 2 * wait)
+
+
+def _trust(ca: Path | None) -> tuple[ssl.SSLContext, bytes | None]:
+    """What vouches for a server: a context, and what the file holds."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if ca is None:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return context, None
+    try:
+        trusted = ca.read_bytes()
+        context.load_verify_locations(cadata=trusted.decode("ascii"))
+    except (OSError, ValueError) as error:
+        raise FedstillError(f"the CA certificate {ca} cannot be read: {error}") from error
+    check_dates(ca)
+    return context, trusted

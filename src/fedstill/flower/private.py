@@ -1,14 +1,12 @@
 """Every use of what Flower 1.41 does not promise to keep, with its reason: an upgrade of Flower is checked here.
 
-Run as a program this file is the SuperLink's process, which should not wait for PyTorch: it imports nothing of
-fedstill's.
+What is used inside the SuperLink's process is in `superlink`.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import hmac
 import json
 import logging
 import os
@@ -32,6 +30,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedstill.flower.superlink import KEYS_PATH, MOST_OBJECTS, OVERHEAD, SECRET_HEADER
+
 _log = logging.getLogger("fedstill.flower")
 logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each request
 logging.getLogger("flwr").setLevel(logging.ERROR)  # else one for each message, and for each attempt to connect
@@ -39,77 +39,7 @@ logging.getLogger("flwr").setLevel(logging.ERROR)  # else one for each message, 
 RESEND = (3, 4, 5, 8)
 """Errors of Flower's after which the same request can still be answered: message or answer lost, node away, crashed."""
 
-_SECRET_HEADER = "x-fedstill"
-_MOST_OBJECTS = 10_000  # in one answer; each costs a request
-_OVERHEAD = 1 << 16  # bytes of an answer that are Flower's own
 _MOST_BACKOFF = 5  # seconds between a site's attempts to reach the server
-
-# ---------------------------------------------------------------------------------------------- the SuperLink's process
-
-
-@dataclass
-class _Guard:
-    """Flower serves all its interfaces on one port, and the one that starts runs and adds keys asks for nothing.
-
-    Here sites reach the Fleet interface only, with a key that is known and bodies of bounded size (Flower reads a
-    body before it looks at the signature); everything else wants the secret that this process was given.
-    """
-
-    app: Callable[..., Any]
-    secret: str
-    keys: frozenset[str]
-    limit: int
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await (self.app(scope, receive, send) if scope["type"] == "lifespan" else send({"type": "websocket.close"}))
-            return
-        headers = {name.decode("latin1"): value.decode("latin1") for name, value in scope["headers"]}
-        ours = hmac.compare_digest(headers.get(_SECRET_HEADER, "").encode(), self.secret.encode())
-        status = 0 if ours else self._refusal(scope["path"], headers)
-        if not status:
-            await self.app(scope, receive, send)
-            return
-        end = [(b"content-length", b"0"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": status, "headers": end})
-        await send({"type": "http.response.body", "body": b""})
-
-    def _refusal(self, path: str, headers: dict[str, str]) -> int:
-        from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
-
-        length = headers.get("content-length", "")
-        if not path.startswith("/v1/fleet/") or path.endswith("/register-node"):
-            return 404
-        if headers.get(FLEET_HTTP_PUBLIC_KEY_HEADER.lower()) not in self.keys:
-            return 401
-        if not length.isdecimal() or "transfer-encoding" in headers:
-            return 411
-        return 413 if int(length) > self.limit else 0
-
-
-def _superlink() -> None:
-    """Flower's SuperLink behind the guard; ends when the process that started it does."""
-    told = json.load(sys.stdin)
-
-    def end_with_parent() -> None:
-        while os.getppid() == told["parent"]:
-            time.sleep(0.5)
-        os._exit(0)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
-    from flwr.superlink import extensions
-    from flwr.superlink.cli import flower_superlink
-    from starlette.middleware import Middleware
-
-    guard = Middleware(  # larger arrays come in chunks; twice that leaves room for long JSON
-        _Guard, secret=told["secret"], keys=frozenset(told["keys"]), limit=2 * FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
-    )
-    extensions.get_middleware = lambda: (guard,)  # the hook where Flower's paid extension adds its own
-    # uvicorn's line per request cannot be switched off: ten a second and site would fill the disk.
-    logging.getLogger("uvicorn.access").addFilter(lambda record: False)
-    flower_superlink()
-
 
 # ----------------------------------------------------------------------------------------------------- the server's end
 
@@ -144,17 +74,33 @@ class Address:
         return kind(f"{scheme}://{self.place}", interceptors=[self, *interceptors], verify=self.tls or True)
 
     def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
-        context.request.headers[_SECRET_HEADER] = self.secret
+        context.request.headers[SECRET_HEADER] = self.secret
         return call_next(context)
 
     def answers(self) -> bool:
         """Whether the SuperLink serves requests."""
-        scheme = "http" if self.tls is None else "https"
         try:
-            with httpx.Client(verify=self.tls or True, timeout=5, headers={_SECRET_HEADER: self.secret}) as client:
-                return client.get(f"{scheme}://{self.place}/health").is_success
+            return self._request("GET", "/health").is_success
         except httpx.TransportError:
             return False
+
+    def admit(self, keys: Mapping[str, bytes]) -> None:
+        """Let these sites in, by their public keys, and no others; also while the SuperLink runs."""
+        from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest
+        from flwr.supercore.control import ControlHttpClient
+
+        # Flower does not take a key again that it was told to forget: the guard alone knows who is let in.
+        self._request("POST", KEYS_PATH, json=[header_of(key) for key in keys.values()]).raise_for_status()
+        with self.client(ControlHttpClient) as control:
+            known = {node.public_key for node in control.ListNodes(ListNodesRequest()).nodes_info}
+            for name, key in keys.items():
+                if key not in known:
+                    control.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
+
+    def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
+        scheme = "http" if self.tls is None else "https"
+        with httpx.Client(verify=self.tls or True, timeout=5, headers={SECRET_HEADER: self.secret}) as client:
+            return client.request(method, f"{scheme}://{self.place}{path}", **content)
 
 
 @dataclass(frozen=True)
@@ -173,14 +119,14 @@ class Run:
     20 s and on a 401 send this process SIGINT.
     """
 
-    def __init__(self, address: Address, keys: Mapping[str, bytes]) -> None:
+    def __init__(self, address: Address) -> None:
         from flwr.common.serde import run_from_proto
         from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest
         from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
         from flwr.supercore.runtime import RuntimeHttpClient
         from flwr.superlink.grid import HttpGrid
 
-        run = self._start(address, keys)
+        run = self._start(address)
         with address.client(RuntimeHttpClient, RuntimeVersionHttpInterceptor(component_name="SuperExec")) as executor:
             task = executor.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-serverapp"]))
             while task.token and task.task.run_id != run:  # of a run that a killed server left behind
@@ -199,25 +145,15 @@ class Run:
         self._id = run
 
     @staticmethod
-    def _start(address: Address, keys: Mapping[str, bytes]) -> int:
+    def _start(address: Address) -> int:
         from flwr.cli.build import build_fab_from_files
         from flwr.common.serde import fab_to_proto
-        from flwr.proto.control_pb2 import (
-            ListNodesRequest,
-            ListRunsRequest,
-            RegisterNodeRequest,
-            StartRunRequest,
-            StopRunRequest,
-        )
+        from flwr.proto.control_pb2 import ListRunsRequest, StartRunRequest, StopRunRequest
         from flwr.supercore.control import ControlHttpClient
         from flwr.supercore.fab import Fab
 
         fab, _ = build_fab_from_files({"pyproject.toml": _APP, "LICENSE": b"Apache-2.0\n"})
         with address.client(ControlHttpClient) as control:
-            known = {node.public_key for node in control.ListNodes(ListNodesRequest()).nodes_info}
-            for name, key in keys.items():
-                if key not in known:
-                    control.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
             for old in control.ListRuns(ListRunsRequest()).run_dict.values():
                 if old.status.status != "finished":  # else sites would be given what nobody waits for
                     control.StopRun(StopRunRequest(run_id=old.run_id))
@@ -244,15 +180,16 @@ class Run:
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
         from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
         from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
-        from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
+        from flwr.supercore.inflatable.inflatable_utils import (
+            ObjectPullError,
+            inflate_object_from_contents,
+            pull_objects,
+        )
 
         found = self._client.PullMessages(PullAppMessagesRequest(message_ids=[message]))
         if not found.messages_list:
             return None
         answer = found.messages_list[0].metadata.message_id
-        objects = [node.object_id for node in iterate_object_tree(found.message_object_trees[0])]
-        if len(objects) > _MOST_OBJECTS:
-            raise ValueError(f"it has {len(objects):,} parts")
         pull = make_pull_object_fn_protobuf(self._client.PullObject, self._grid.node, self._id)
         size = 0
 
@@ -260,16 +197,32 @@ class Run:
             nonlocal size
             content = pull(name)
             size += len(content)
-            if size > most_bytes + _OVERHEAD:
+            if size > most_bytes + OVERHEAD:
                 raise ValueError(f"it has more than the {most_bytes:,} bytes allowed")
             return content
 
-        contents = pull_objects(
-            objects, counted, max_time=seconds, max_tries_per_object=None, initial_backoff=0.05, backoff_cap=1
-        )
-        self._client.ConfirmMessageReceived(
-            ConfirmMessageReceivedRequest(node=self._grid.node, run_id=self._id, message_object_id=answer)
-        )
+        def confirm() -> None:
+            self._client.ConfirmMessageReceived(
+                ConfirmMessageReceivedRequest(node=self._grid.node, run_id=self._id, message_object_id=answer)
+            )
+
+        until = time.monotonic() + seconds
+        try:
+            objects = [node.object_id for node in iterate_object_tree(found.message_object_trees[0])]
+            if len(objects) > MOST_OBJECTS:
+                raise ValueError(f"it has {len(objects):,} parts")
+            contents = pull_objects(
+                objects, counted, max_time=seconds, max_tries_per_object=None, initial_backoff=0.05, backoff_cap=1
+            )
+        except ValueError:
+            confirm()  # else it would stay there
+            raise
+        except ObjectPullError:
+            if time.monotonic() >= until or found.messages_list[0].HasField("error"):
+                raise
+            # It was refused while it arrived, and there is an error in its place.
+            return self.pull(message, most_bytes=most_bytes, seconds=until - time.monotonic())
+        confirm()
         _check_arrays(contents, most_bytes)
         message_ = inflate_object_from_contents(answer, contents)
         if not isinstance(message_, Message):
@@ -305,7 +258,7 @@ def _check_arrays(contents: dict[str, bytes], most_bytes: int) -> None:
         kind, children, _ = get_object_head_values_from_object_content(content)
         if kind == "Array":
             size += sum(len(contents[children[i]]) for i in json.loads(_get_object_body(content))["arraychunk_ids"])
-    if size > most_bytes + _OVERHEAD:
+    if size > most_bytes + OVERHEAD:
         raise ValueError(f"its arrays have {size:,} bytes, more than the {most_bytes:,} allowed")
 
 
@@ -480,7 +433,3 @@ def _retry_invoker() -> Any:
 def header_of(public_key: bytes) -> str:
     """How a SuperNode states its public key (PEM) in the head of its requests."""
     return base64.b64encode(public_key).decode("ascii")
-
-
-if __name__ == "__main__":
-    _superlink()

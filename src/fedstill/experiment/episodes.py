@@ -24,6 +24,10 @@ class Episodes(Run):
     def _stride(self) -> int:
         return self.setup.hierarchy.rounds_per_episode
 
+    @property
+    def _needed(self) -> int:
+        return 1
+
     def _try(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         self.server.round = round_
         if engine.greet():
@@ -33,16 +37,18 @@ class Episodes(Run):
         there = [region for region in known if not absent.issuperset(region.clients.tolist())]
         asked = there or known  # who is waited for if nobody is there
         self.listener.round_started(round_, len(asked))
+        down = {"model": self.server.model}
         answers = Checked(
             [region.number for region in asked],
             engine.run(
                 [Train(int(region.clients[0]), round_, measure, region.number) for region in asked],
-                {"model": self.server.model},
+                down,
             ),
             {"model": Part((self.setup.task.size,), "the region's model")},
             least=1,
             tick=self.listener.client_done,
             who="region",
+            judge=self._judge(engine, down, "regions"),
         )
         self._come = {answer.client: answer["model"] for answer in answers}
         tally = Tally()

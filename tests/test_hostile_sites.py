@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import queue
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from test_sites import SETTINGS, Wire, served
+from test_sites import NAMES, SETTINGS, Silence, Wire, served, weights
 
 import fedstill
 from fedstill.core.tree import Tree
-from fedstill.experiment import judging, retries
+from fedstill.experiment import judging, retries, waiting
+from fedstill.experiment.config import resolve
 from fedstill.experiment.judging import Held, Judge
 from fedstill.experiment.runner import Listener
+from fedstill.experiment.shares import capped
+from fedstill.experiment.sites import Terms, serve
 from fedstill.experiment.uplinks import RoundFailed
+from fedstill.methods.base import Server, Uplink
+from fedstill.methods.fedavg import FedAvg
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +124,7 @@ def test_sites_that_are_not_connected_are_waited_for_without_counting(tmp_path: 
 
 
 def test_finite_answers_that_add_up_to_no_model_are_no_checkpoint(tmp_path: Path) -> None:
-    """SCAFFOLD adds control variates up: two of them near the largest float are finite, and their sum is not."""
+    """SCAFFOLD's server goes twice as far as the clients' mean, and so beyond the largest float."""
 
     def huge(answer: dict[str, Any]) -> dict[str, Any]:
         most = torch.finfo(torch.float32).max
@@ -125,7 +136,7 @@ def test_finite_answers_that_add_up_to_no_model_are_no_checkpoint(tmp_path: Path
             return answer | huge(answer) if "message" in answer else answer
 
     with pytest.raises(fedstill.FedstillError, match="no longer finite on the server"):
-        served(Huge(tmp_path), tmp_path / "run", "scaffold", round_retries=1, max_update_ratio=0)
+        served(Huge(tmp_path), tmp_path / "run", "scaffold", round_retries=1, max_update_ratio=0, server_lr=2.0)
     assert not list((tmp_path / "run/checkpoints").glob("round-*"))
 
 
@@ -201,3 +212,175 @@ def test_a_simulation_is_not_judged(tmp_path: Path) -> None:
     attacked = SETTINGS | {"attack": "scale", "attackers": 1, "attack_scale": 1e6, "rounds": 1}
     result = fedstill.run("fedavg", **attacked, engine="inline")
     assert result.records[0]["dropped"] == 0
+
+
+# --- what sites claim -------------------------------------------------------------------------------------------------
+
+
+class Claiming(Wire):
+    """A site says that it has more than it has, in all its answers alike."""
+
+    most = 10**8
+
+    def answer(self, name: str, request: Tree) -> Any:
+        answer = super().answer(name, request)
+        if name == "south" and "tests" in answer:
+            return {"samples": [self.most], "tests": [self.most]}
+        if name == "south" and "samples" in answer:
+            return answer | {"samples": self.most}
+        return answer | {"hits": [self.most]} if name == "south" and "hits" in answer else answer
+
+
+def weights_of(method: str, wire: Wire, out: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> dict[int, int]:
+    seen: dict[int, int] = {}
+    plain = FedAvg.aggregate
+
+    def watched(self: FedAvg, server: Server, uplinks: Iterator[Uplink]) -> None:
+        def pass_on() -> Iterator[Uplink]:
+            for up in uplinks:
+                seen[up.client] = up.samples
+                yield up
+
+        plain(self, server, pass_on())
+
+    monkeypatch.setattr(FedAvg, "aggregate", watched)
+    served(wire, out, method, rounds=1, **settings)
+    return seen
+
+
+@pytest.mark.parametrize(("share", "largest"), [(0.0, 2 / 3), (0.5, 0.5), (0.4, 0.4)])
+def test_no_site_counts_more_than_its_share_whatever_it_claims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, largest: float
+) -> None:
+    seen = weights_of("fedavg", Claiming(tmp_path), tmp_path / "run", monkeypatch, max_share=share)
+    assert largest - 0.02 < seen[1] / sum(seen.values()) <= largest + 1e-9
+    assert log(tmp_path / "run").count("south says that it has 100000000 samples, and counts as if it had") == 1
+
+
+def test_claimed_tests_take_no_memory_and_no_more_than_a_share(tmp_path: Path) -> None:
+    tracemalloc.start()
+    try:
+        result = served(Claiming(tmp_path), tmp_path / "run", rounds=1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 10**8, "numpy's arrays are traced"
+    assert result.records[0]["amp"] < 0.9, "the site that is always right is two thirds of it at most"
+
+
+def test_equal_sites_count_as_they_are() -> None:
+    for counts in ([5, 5, 5], [100, 1], [7], [0, 0], [3, 3, 2, 2]):
+        assert capped(np.array(counts), 0).tolist() == counts
+    assert capped(np.array([10**8, 10**8, 100, 100, 100]), 0.3).tolist() == [225, 225, 100, 100, 100]
+    assert capped(np.array([10, 20, 30]), 0.1).tolist() == [10, 10, 10], "no less than an equal share"
+    assert capped(np.array([1, 2, 10**8]), 1).tolist() == [1, 2, 10**8]
+
+
+def test_a_site_holds_what_it_held_when_it_joined_also_after_a_restart(tmp_path: Path) -> None:
+    served(Wire(tmp_path), tmp_path / "run", rounds=1)
+    more = Lying(tmp_path, lambda a: {"samples": [a["samples"][0] + 5]}, kind="poll")
+    result = served(more, tmp_path / "run", rounds=2)
+    assert [r["clients"] for r in result.records] == [3, 2]
+    assert "south cannot take part: it had 170 samples and 43 tests when it joined, and has 175" in log(
+        tmp_path / "run"
+    )
+    config = resolve(SETTINGS | {"rounds": 3})
+    terms = Terms(timeout=5, recount=("south",))
+    serve(config, NAMES, more, tmp_path / "run", terms=terms, pause=lambda missing: False)
+    assert "south has 175 samples" in log(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("name", "value"), [("local_accuracy", -5.0), ("train_loss", 1e308), ("local_accuracy", 1.5)])
+def test_a_metric_that_cannot_be_is_missing(tmp_path: Path, name: str, value: float) -> None:
+    wire = Lying(tmp_path, lambda a: {"metrics": a["metrics"] | {name: value, "other": 1.0}})
+    plain = served(Wire(tmp_path / "plain"), tmp_path / "plain/run", rounds=1)
+    result = served(wire, tmp_path / "run", rounds=1)
+    assert result.records[0]["dropped"] == 0
+    assert f"south reports a {name} of" in log(tmp_path / "run")
+    assert 0 <= result.records[0][name] < 10
+    assert weights(tmp_path / "run") == weights(tmp_path / "plain/run")
+    assert plain.records[0]["accuracy"] == result.records[0]["accuracy"]
+
+
+def test_more_hits_than_tests_leave_a_site_out_of_the_evaluation(tmp_path: Path) -> None:
+    result = served(Lying(tmp_path, lambda a: {"hits": [10**6]}, kind="Score"), tmp_path / "run", rounds=1)
+    assert result.records[0]["untested"] == ["south"]
+    assert "south says it is right 1000000 times in 43 tests" in log(tmp_path / "run")
+
+
+# --- a site that hangs ------------------------------------------------------------------------------------------------
+
+
+class Hung(Wire):
+    """One site never answers training or tests; time passes only while it is waited for."""
+
+    def __init__(self, folder: Path, clock: list[float]) -> None:
+        super().__init__(folder)
+        self.clock = clock
+        self.waited: list[float] = []
+
+    def ask(self, requests: Mapping[str, Tree], *, until: Any = None, **how: Any) -> Iterator[tuple[str, Any]]:
+        if until is None:
+            yield from super().ask(requests, **how)
+            return
+        yield from super().ask({k: v for k, v in requests.items() if k != "south"}, **how)
+        if "south" in requests:
+            began, self.clock[0] = self.clock[0], min(until(), self.clock[0] + how["timeout"])
+            self.waited.append(self.clock[0] - began)
+            yield "south", Silence("no answer")
+
+
+def hung(out: Path, monkeypatch: pytest.MonkeyPatch, wait_after: float | None, **settings: Any) -> tuple[Hung, Any]:
+    clock = [0.0]
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    wire, terms = Hung(out, clock), Terms(timeout=600, wait_after=wait_after)
+    config = resolve(SETTINGS | {"rounds": 2} | settings)
+    return wire, serve(config, NAMES, wire, out / "run", terms=terms, pause=lambda missing: False)
+
+
+def test_a_hung_site_holds_a_round_and_an_evaluation_no_longer_than_the_wait_after_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire, result = hung(tmp_path, monkeypatch, 7.0)
+    assert wire.waited == [7.0] * 4
+    assert [r["left_out"] for r in result.records] == [["south"]] * 2
+    assert [r["untested"] for r in result.records] == [["south"]] * 2
+
+
+def test_without_a_wait_of_its_own_a_hung_site_has_all_the_time_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire, _ = hung(tmp_path, monkeypatch, None)
+    assert wire.waited == [600.0, 600.0, 30.0, 30.0], "of training and of testing"
+
+
+def test_a_round_waits_for_as_many_as_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(fedstill.FedstillError, match="given up"):
+        hung(tmp_path, monkeypatch, 7.0, min_clients=3, round_retries=0)
+
+
+def test_slow_sites_are_waited_for_ten_times_as_long_as_they_took() -> None:
+    waits = waiting.Waits(None)
+    waits.learn("Train", "slow", 40.0)
+    waits.learn("Train", "quick", 1.0)
+    waits.learn("Train", "other", 2.0)
+    waits.done("Train", ["slow", "quick", "other", "silent"])
+    found = {name: waits.allowance("Train", name) for name in ("slow", "quick", "silent")}
+    assert found == {"slow": 400.0, "quick": 30.0, "silent": 30.0}
+    assert waits.allowance("Score", "quick") == math.inf
+
+
+def test_the_link_stops_waiting_when_it_is_over() -> None:
+    pytest.importorskip("flwr")
+    from fedstill.flower.link import Failure, _arriving, _Question
+
+    answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    answers.put(("north", {"fine": 1}))
+    question = _Question("q", False, 600.0, time.monotonic() + 600, threading.Event())
+    seen = set[str]()
+    arriving = _arriving({"north", "south"}, answers, question, lambda: 0.0 if seen else math.inf)
+    for site, answer in arriving:
+        seen.add(site)
+        assert site == "north" or (isinstance(answer, Failure) and "--wait-after" in answer.reason)
+    assert seen == {"north", "south"}
+    assert question.closed.is_set(), "nobody works for it any longer"

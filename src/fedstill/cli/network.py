@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from fedstill.cli.commands import Flags, config_of, console, results_table, run_in, run_name, say
-from fedstill.core.errors import SettingError
+from fedstill.core.errors import SettingError, unknown
 from fedstill.core.tree import Tree
 from fedstill.experiment.setup import largest_answer, load_data, undivided
 from fedstill.experiment.sites import Link, Own, Site, Terms, regions_of
@@ -35,11 +35,12 @@ def keys(directory: Path, sites: list[str], hosts: list[str]) -> None:
 
 def serve(
     method: str, flags: Flags, assignments: list[str], *, keys: Path, host: str, port: int, out: Path | None,
-    timeout: float, wait: float, needed: int, regional: bool, insecure: bool,
+    timeout: float, wait: float, needed: int, wait_after: float | None, recount: list[str], regional: bool,
+    insecure: bool,
 ) -> None:  # fmt: skip
     _needs_flower()
     public = _public_keys(keys)
-    terms = Terms(timeout=timeout, needed=_needed(needed, public))
+    terms = _terms(public, timeout, needed, wait_after, recount)
     config = config_of(method, flags if regional else {**flags, "clients": len(public)}, assignments)
     path = out or Path("runs") / f"served-{run_name(config)}"
     if regional:
@@ -103,6 +104,13 @@ def _needed(needed: int, public: dict[str, Path]) -> int:
     return needed or len(public)
 
 
+def _terms(public: dict[str, Path], timeout: float, needed: int, wait_after: float | None, recount: list[str]) -> Terms:
+    for name in recount:
+        if name not in public:
+            raise unknown("site", name, public)
+    return Terms(timeout, _needed(needed, public), wait_after, tuple(recount))
+
+
 def _warn(insecure: bool) -> None:
     if insecure:
         console.print(_INSECURE, style="bold red")
@@ -110,13 +118,13 @@ def _warn(insecure: bool) -> None:
 
 def region(
     server: str, *, key: Path, ca: Path | None, keys: Path, host: str, port: int, timeout: float, needed: int,
-    directory: Path | None, insecure: bool, **own: str,
+    wait_after: float | None, recount: list[str], directory: Path | None, insecure: bool, **own: str,
 ) -> None:  # fmt: skip
     _needs_flower()
     from fedstill.experiment.regional import RegionalServer
 
     public = _public_keys(keys)
-    terms = Terms(timeout=timeout, needed=_needed(needed, public))
+    terms = _terms(public, timeout, needed, wait_after, recount)
     place = directory or Path(f"region-{key.name}")
     listen = partial(_listening, keys, public, host, port, insecure=insecure)
     with RegionalServer(place, list(public), listen, own=Own(**own), terms=terms) as regional:

@@ -157,6 +157,13 @@ class Config(BaseModel):
         ge=0,
         description="served: an update longer than so many times the round's median is dropped; 0: none is",
     )
+    max_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="served: the largest share of all samples (and tests) that a site counts with; 0: half, or twice "
+        "an equal share if that is more; 1: no limit",
+    )
     target: float = Field(0.0, ge=0, le=1, description="report the first round with this accuracy; 0: none")
     hyper: dict[str, Any] = Field(default_factory=dict, description="the method's own settings")
 

@@ -55,6 +55,7 @@ class Episodes(Run):
         for name in TOTALS:
             setattr(tally, name, sum(int(min(max(n, 0.0), _MOST)) for n in answers.metrics.pop(name, [])))
         tally.metrics = answers.metrics
+        tally.left_out = [region.name for region in asked if region.number not in self._come]
         return tally, [region for region in asked if region.number in self._come]
 
     def regional_model(self, region: Region) -> Tensor:

@@ -36,6 +36,7 @@ from fedstill.experiment.setup import (
     regional_method,
     undivided,
 )
+from fedstill.experiment.shares import COUNTS
 from fedstill.experiment.sites import Link, Own, Roll, Sites, Terms, run_number
 from fedstill.methods import registry
 from fedstill.methods.base import Method
@@ -181,10 +182,19 @@ class _Attended:
         self._config, holds = _held_here(config, self._method, told)
         self._link = server.link(largest_answer(self._config, holds))
         clients = {name: np.array([k]) for name, k in zip(server.names, self._members, strict=True)}
-        self._roll = Roll(clients, holds.dataset, holds, self._tell, of=config.clients)
-        self._sites = Sites(None, self._link, self._roll, server.terms)
-        self.rounds: Rounds | None = None
         place = server.directory / "runs" / run_number(told)
+        self._roll = Roll(
+            clients,
+            holds.dataset,
+            holds,
+            self._tell,
+            of=config.clients,
+            max_share=config.max_share,
+            kept=place / COUNTS,
+        )
+        self._roll.counts.forget(server.terms.recount)
+        self._sites = Sites(None, self._link, self._roll, server.terms, least=config.min_clients)
+        self.rounds: Rounds | None = None
         with ExitStack() as opened:
             begun = (place / "config.toml").is_file()
             self._directory = RunDirectory.open(place) if begun else RunDirectory.create(place, anchored(self._config))

@@ -6,7 +6,7 @@ import io
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -218,7 +218,15 @@ class Run:
             record["server"] = self.server.notes
         if after:
             record["teachers_after"] = after
+        if tally.left_out:
+            record["left_out"] = tally.left_out
+        if main and main.untested:
+            record["untested"] = self._names(main.untested)
         return without_nan(record), main
+
+    def _names(self, clients: Iterable[int]) -> list[str]:
+        names = self.setup.federation.client_names
+        return [names[k] for k in clients]
 
     def _train(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         """A round of every region, and which they were; `measure`: clients also test the models they trained."""
@@ -325,6 +333,7 @@ class Run:
         with self._stream("server layers", region.number):
             method.aggregate(server, iter(uplinks))
         tally.add(uplinks, nbytes(down) * len(cohort))
+        tally.left_out += self._names(uplinks.dropped) if engine.patient else []
         tally.server_seconds += time.perf_counter() - began - uplinks.waited
 
     def _merge(self, engine: Engine, present: list[Region], *, compare: bool) -> Record:

@@ -225,6 +225,19 @@ def resume(
     _commands().resume(directory, rounds, device=device, tensorboard=tensorboard)
 
 
+@app.command(rich_help_panel="Train")
+def rollback(
+    directory: Annotated[Path, typer.Argument(help="The directory of a run that is not running.")],
+    to: Annotated[int, typer.Option(help="The last round to keep, one that has a checkpoint; 0 is the start.", min=0)],
+) -> None:
+    """Forget the last rounds of a run; it goes on as if they had never been.
+
+    \b
+    fedstill rollback runs/served-fedavg-… --to 12
+    """
+    _commands().rollback(directory, to)
+
+
 @app.command(rich_help_panel="Many machines")
 def keys(
     directory: Annotated[Path, typer.Argument(help="Where to write them.")],

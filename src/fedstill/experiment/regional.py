@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedstill.attacks.attack import Attack
 from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.files import read_json, write_json
 from fedstill.core.tree import Message, Tree
 from fedstill.data.dataset import Dataset, Split
 from fedstill.data.federation import Federation
@@ -25,7 +26,8 @@ from fedstill.experiment.episodes import TOTALS
 from fedstill.experiment.logfile import logging_to
 from fedstill.experiment.machine import one_thread
 from fedstill.experiment.regions import Hierarchy, Region, assign
-from fedstill.experiment.rundir import Record, RunDirectory, without_nan
+from fedstill.experiment.rollback import ROLLBACKS
+from fedstill.experiment.rundir import SERVED, Record, RunDirectory, without_nan
 from fedstill.experiment.runner import Listener, Run
 from fedstill.experiment.setup import (
     Setup,
@@ -58,10 +60,7 @@ class Rounds(Run):
         end = time.monotonic() + _MARGIN * seconds
         first = last - self.setup.config.rounds_per_episode + 1
         if self.server.round > last:
-            log.warning("the global server went back from round %d to %d", self.server.round, first)
-            self.directory.go_back(first - 1)
-            self.records = self.directory.records()
-            self.server.round = first - 1
+            self.go_back(first - 1)
         if self.server.round < first:  # else it has begun, or was done, before this process was
             self.server.round, self.server.model = first - 1, model
         self._count_samples()
@@ -91,6 +90,19 @@ class Rounds(Run):
         only = self.setup.hierarchy.regions[0]
         samples = int(self.setup.federation.sizes.sum())
         return {"samples": samples, "metrics": metrics | means, "message": {"model": self.regional_model(only)}}
+
+    def go_back(self, round_: int) -> None:
+        """Be where the region was after a round, as the global server is."""
+        log.warning("the global server went back, and so do we, from round %d to %d", self.server.round, round_)
+        self.directory.go_back(round_)
+        if round_ in self.directory.checkpoint_rounds():
+            self._take(self.directory.read_checkpoint(round_))
+        elif round_ == 0:
+            self.server.state, self._norms = {}, {}
+            self.setup.hierarchy.regions[0].method.start(self.server)
+        elif self.server.state:
+            raise FedstillError(f"the region no longer knows round {round_}; 'fedstill rollback' to 0 begins anew")
+        self.server.round, self.records = round_, self.directory.records()
 
 
 class RegionalServer:
@@ -201,6 +213,7 @@ class _Attended:
             opened.callback(self._directory.release)
             opened.enter_context(logging_to(place / "log.txt"))
             self._opened = opened.pop_all()
+        self._directory.pinned = self._is_global
 
     def close(self) -> None:
         self._opened.close()
@@ -235,7 +248,17 @@ class _Attended:
         if self.rounds is None:
             self.held()
             self.rounds = Rounds(self._setup(), self._directory, self._server.listener)
+        rollbacks, path = self.told.get(ROLLBACKS, 0), self._directory.path / SERVED
+        if rollbacks != (read_json(path)[ROLLBACKS] if path.exists() else 0):
+            before = request.round - self._config.rounds_per_episode
+            if self.rounds.server.round > before:  # of what was forgotten
+                self.rounds.go_back(before)
+            write_json(path, {ROLLBACKS: rollbacks})
         return self.rounds.episode(self._sites, model, request.round, measure=request.measure, seconds=seconds)
+
+    def _is_global(self, round_: int) -> bool:
+        """Whether the global server may come back to the end of this round."""
+        return round_ % self._config.rounds_per_episode == 0 and round_ >= int(self.told["checkpoint"])
 
     def _tell(self) -> dict[str, Any]:
         """What the sites are told about the run: what the global server tells, but that checkpoints are made here."""

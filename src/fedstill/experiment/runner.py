@@ -72,6 +72,7 @@ class Run:
         engine: Callable[[Worker], Engine] | None = None,
     ) -> None:
         self.setup, self.directory = setup, directory
+        directory.keep = setup.config.keep_checkpoints
         self._make_engine = engine or partial(make_engine, setup.config)
         self.listener = listener or Listener()
         hierarchy = setup.hierarchy

@@ -19,17 +19,18 @@ _HALF = 0.5
 
 
 def capped(counts: IntArray, max_share: float) -> IntArray:
-    """The counts, none of them more than a share of their sum; 0: half, but always twice an equal share.
+    """The counts, none of them more than a share of their sum. 0: by how many there are, 0.75 of three, 0.6 of four,
+    half of more, for a few that are honest may well be that uneven; of two, neither can be told to be too large.
 
-    >>> capped(np.array([100, 100, 100, 10**8]), 0).tolist()
-    [100, 100, 100, 300]
+    >>> capped(np.array([100, 100, 100, 100, 10**8]), 0).tolist()
+    [100, 100, 100, 100, 400]
     >>> capped(np.array([58, 55, 126]), 0).tolist()
     [58, 55, 126]
     """
     ordered = np.sort(counts[counts > 0])[::-1]
     if not len(ordered):
         return counts
-    share = max(max_share, 1 / len(ordered)) if max_share else max(_HALF, 2 / len(ordered))
+    share = max(max_share, 1 / len(ordered)) if max_share else max(_HALF, 3 / (len(ordered) + 1))
     if share >= 1:
         return counts
     limit = int(ordered[0])

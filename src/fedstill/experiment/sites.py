@@ -30,13 +30,14 @@ from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation
 from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine, Inline
-from fedstill.engine.worker import Request, Score, Worker, made
+from fedstill.engine.worker import Request, Score, Train, Worker, made
 from fedstill.experiment import api
 from fedstill.experiment.config import Config, anchored, fixed, resolve
 from fedstill.experiment.episodes import TOTALS, Episodes
 from fedstill.experiment.logfile import logging_to
 from fedstill.experiment.machine import one_thread
 from fedstill.experiment.regions import assign
+from fedstill.experiment.rollback import ROLLBACKS
 from fedstill.experiment.rundir import SERVED, RunDirectory
 from fedstill.experiment.runner import Listener, Run, refuse_changes
 from fedstill.experiment.setup import (
@@ -146,7 +147,7 @@ class Sites(Engine):
             site = self._roll.site_of(request.client)
             asked[site] = self._roll.question(site, body, down, self._timeout)
         first = requests[0]
-        name = f"{self._roll.number} {type(first).__name__} {first.round} {getattr(first, 'region', 0)}"
+        name = f"{self._roll.series} {type(first).__name__} {first.round} {getattr(first, 'region', 0)}"
         poll = Poll(self._waits, type(first).__name__, asked, least=self._least)
         waiting = poll.watch(self._link.ask(asked, timeout=self._timeout, name=name, until=poll.deadline))
         come: dict[str, Any] = {}
@@ -308,8 +309,10 @@ class Roll:
         return {name: self._refused.get(name, "") for name in self.clients if name not in self._known}
 
     @property
-    def number(self) -> str:
-        return str(self._told()["number"])
+    def series(self) -> str:
+        """What tells the rounds of this run from others, also from its own before it went back."""
+        run = self._told()
+        return f"{run['number']} {run.get(ROLLBACKS, 0)}"
 
 
 def _numbers(given: Any, count: int) -> TypeGuard[list[int]]:
@@ -346,6 +349,7 @@ def serve(
     directory = RunDirectory.open(out) if begun else RunDirectory.create(out, anchored(config))
     try:
         number = _number(directory)
+        rollbacks = read_json(directory.path / SERVED).get(ROLLBACKS, 0)
         if not regional:
             names = _order(directory, names)
             clients = {name: np.array([k]) for k, name in enumerate(names)}
@@ -365,6 +369,7 @@ def serve(
                 "steps": steps,
                 "frozen": frozen,
                 "checkpoint": directory.oldest_checkpoint(),
+                ROLLBACKS: rollbacks,
             }
 
         called = () if regional else names
@@ -522,6 +527,8 @@ class Site:
             if isinstance(request, Score):
                 whole = Score("local", 0, len(worker.federation.test_index))
                 return {"hits": [int(worker.handle(whole, asked["down"])["right"].sum())]}
+            if isinstance(request, Train):  # a server that went back asks for a round again
+                worker.store.rollback(request.round - 1)
             answer = worker.handle(request, asked["down"])
         worker.store.prune([run["client"]], needed=run["checkpoint"])
         return answer

@@ -17,6 +17,7 @@ from fedstill.core.tree import Tree
 from fedstill.experiment import regional
 from fedstill.experiment.rollback import rollback
 from fedstill.experiment.rundir import RunDirectory
+from fedstill.experiment.runner import Listener
 
 QUICK: dict[str, Any] = SMALL | {"rounds": 5, "keep_checkpoints": 4, "save_models": 1}
 
@@ -106,6 +107,25 @@ def test_sites_forget_with_the_server(tmp_path: Path, to: int) -> None:
     assert [r["round"] for r in result.records] == [1, 2, 3, 4, 5]
     alone(tmp_path / "alone", "scaffold", rounds=5, **settings)
     assert weights(tmp_path / "run") == weights(tmp_path / "alone")
+
+
+def test_a_site_that_is_away_when_a_round_is_repeated_does_not_go_on_from_the_forgotten_one(tmp_path: Path) -> None:
+    def with_a_gap(folder: Path, *, detour: bool) -> bytes:
+        wire = Wire(folder)
+
+        class Coming(Listener):
+            def round_done(self, record: dict[str, Any]) -> None:
+                wire.away = set() if record["round"] == 2 else wire.away
+
+        served(wire, folder / "run", "scaffold", rounds=1)
+        if detour:
+            served(wire, folder / "run", "scaffold", rounds=2)
+            rollback(folder / "run", 1)
+        wire.away = {"south"}
+        served(wire, folder / "run", "scaffold", rounds=4, listener=Coming())
+        return weights(folder / "run")
+
+    assert with_a_gap(tmp_path / "a", detour=True) == with_a_gap(tmp_path / "b", detour=False)
 
 
 def test_back_at_the_start_the_settings_may_be_others(tmp_path: Path) -> None:

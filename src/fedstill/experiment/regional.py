@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fedstill.attacks.attack import Attack
 from fedstill.core.errors import FedstillError, SettingError
-from fedstill.core.files import read_json, write_json
 from fedstill.core.tree import Message, Tree
 from fedstill.data.dataset import Dataset, Split
 from fedstill.data.federation import Federation
@@ -26,7 +25,7 @@ from fedstill.experiment.episodes import TOTALS
 from fedstill.experiment.logfile import logging_to
 from fedstill.experiment.machine import one_thread
 from fedstill.experiment.regions import Hierarchy, Region, assign
-from fedstill.experiment.rollback import ROLLBACKS
+from fedstill.experiment.rollback import ROLLBACKS, seen, unseen
 from fedstill.experiment.rundir import SERVED, Record, RunDirectory, without_nan
 from fedstill.experiment.runner import Listener, Run
 from fedstill.experiment.setup import (
@@ -248,12 +247,11 @@ class _Attended:
         if self.rounds is None:
             self.held()
             self.rounds = Rounds(self._setup(), self._directory, self._server.listener)
-        rollbacks, path = self.told.get(ROLLBACKS, 0), self._directory.path / SERVED
-        if rollbacks != (read_json(path)[ROLLBACKS] if path.exists() else 0):
-            before = request.round - self._config.rounds_per_episode
-            if self.rounds.server.round > before:  # of what was forgotten
-                self.rounds.go_back(before)
-            write_json(path, {ROLLBACKS: rollbacks})
+        rollbacks, path = self.told.get(ROLLBACKS, []), self._directory.path / SERVED
+        if (back := unseen(rollbacks, path)) is not None:
+            if self.rounds.server.round > back:
+                self.rounds.go_back(back)
+            seen(rollbacks, path)
         return self.rounds.episode(self._sites, model, request.round, measure=request.measure, seconds=seconds)
 
     def _is_global(self, round_: int) -> bool:

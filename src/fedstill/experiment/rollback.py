@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from fedstill.core.errors import DataError, FedstillError, SettingError
@@ -11,7 +12,7 @@ from fedstill.experiment.config import read_toml
 from fedstill.experiment.rundir import SERVED, RunDirectory
 from fedstill.experiment.shares import COUNTS
 
-ROLLBACKS = "rollbacks"
+ROLLBACKS = "rollbacks"  # the rounds to which a run went back, one after the other
 
 
 def rollback(path: Path, to: int) -> int:
@@ -36,7 +37,7 @@ def rollback(path: Path, to: int) -> int:
             raise FedstillError(f"the checkpoint of round {to} is damaged ({error}); nothing was changed") from error
         done = max((record["round"] for record in directory.records()), default=0)
         if directory.served:
-            _note(directory.path / SERVED, anew=to == 0)
+            _note(directory.path / SERVED, to)
             if to == 0:
                 (directory.path / COUNTS).unlink(missing_ok=True)
         directory.forget_results(to, read_toml(path / "config.toml").get("rounds_per_episode", 1))
@@ -46,9 +47,20 @@ def rollback(path: Path, to: int) -> int:
         directory.release()
 
 
-def _note(path: Path, *, anew: bool) -> None:
+def _note(path: Path, to: int) -> None:
     """Sites must not repeat an answer to a round that is forgotten, nor go on from it."""
     kept = read_json(path)
-    if anew:
-        kept |= {"number": secrets.token_hex(8), "sites": []}
-    write_json(path, kept | {ROLLBACKS: kept.get(ROLLBACKS, 0) + 1})
+    if to == 0:
+        kept |= {"number": secrets.token_hex(8), "sites": [], ROLLBACKS: []}
+    write_json(path, kept | {ROLLBACKS: [*kept.get(ROLLBACKS, []), to]})
+
+
+def unseen(rollbacks: Sequence[int], path: Path) -> int | None:
+    """The round to go back to with a server that went back to these, unless `path` says that it was done."""
+    done = read_json(path)[ROLLBACKS] if path.exists() else 0
+    return min(rollbacks[done:], default=None)
+
+
+def seen(rollbacks: Sequence[int], path: Path) -> None:
+    """Note that it was done."""
+    write_json(path, {ROLLBACKS: len(rollbacks)})

@@ -37,7 +37,7 @@ from fedstill.experiment.episodes import TOTALS, Episodes
 from fedstill.experiment.logfile import logging_to
 from fedstill.experiment.machine import one_thread
 from fedstill.experiment.regions import assign
-from fedstill.experiment.rollback import ROLLBACKS
+from fedstill.experiment.rollback import ROLLBACKS, seen, unseen
 from fedstill.experiment.rundir import SERVED, RunDirectory
 from fedstill.experiment.runner import Listener, Run, refuse_changes
 from fedstill.experiment.setup import (
@@ -312,7 +312,7 @@ class Roll:
     def series(self) -> str:
         """What tells the rounds of this run from others, also from its own before it went back."""
         run = self._told()
-        return f"{run['number']} {run.get(ROLLBACKS, 0)}"
+        return f"{run['number']} {len(run.get(ROLLBACKS, []))}"
 
 
 def _numbers(given: Any, count: int) -> TypeGuard[list[int]]:
@@ -349,7 +349,7 @@ def serve(
     directory = RunDirectory.open(out) if begun else RunDirectory.create(out, anchored(config))
     try:
         number = _number(directory)
-        rollbacks = read_json(directory.path / SERVED).get(ROLLBACKS, 0)
+        rollbacks = read_json(directory.path / SERVED).get(ROLLBACKS, [])
         if not regional:
             names = _order(directory, names)
             clients = {name: np.array([k]) for k, name in enumerate(names)}
@@ -527,8 +527,8 @@ class Site:
             if isinstance(request, Score):
                 whole = Score("local", 0, len(worker.federation.test_index))
                 return {"hits": [int(worker.handle(whole, asked["down"])["right"].sum())]}
-            if isinstance(request, Train):  # a server that went back asks for a round again
-                worker.store.rollback(request.round - 1)
+            if isinstance(request, Train):
+                _forget_with_the_server(worker.store, run.get(ROLLBACKS, []), request.round)
             answer = worker.handle(request, asked["down"])
         worker.store.prune([run["client"]], needed=run["checkpoint"])
         return answer
@@ -579,6 +579,16 @@ class Site:
         dataset = replace(_labelled_as(found, run["classes"]), mean=tuple(run["mean"]), std=tuple(run["std"]))
         later = np.arange(run["clients"] + 1) > run["client"]
         return Federation(dataset, train, later * len(train), test, later * len(test), pool, source)
+
+
+def _forget_with_the_server(store: Store, rollbacks: Sequence[int], round_: int) -> None:
+    """Forget rounds that the server has forgotten: those it went back over, and those it asks for again."""
+    store.rollback(round_ - 1)
+    path = store.root / "rollbacks.json"
+    if (back := unseen(rollbacks, path)) is not None:
+        store.rollback(back)
+        store.root.mkdir(parents=True, exist_ok=True)
+        seen(rollbacks, path)
 
 
 def _labelled_as(found: Dataset, classes: Sequence[str]) -> Dataset:

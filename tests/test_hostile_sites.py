@@ -93,6 +93,12 @@ class AllFail(Wire):
         return answer
 
 
+def test_sites_that_diverge_say_so_and_leave_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(fedstill.FedstillError, match="south: model is not finite"):
+        served(Wire(tmp_path), tmp_path / "run", lr=1000.0, round_retries=1)
+    assert not list((tmp_path / "run/checkpoints").glob("round-*"))
+
+
 def test_pauses_between_attempts_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     clock = SimpleNamespace(sleep=slept.append, monotonic=lambda: sum(slept))
@@ -290,7 +296,7 @@ def test_a_site_holds_what_it_held_when_it_joined_also_after_a_restart(tmp_path:
     assert "south has 175 samples" in log(tmp_path / "run")
 
 
-@pytest.mark.parametrize(("name", "value"), [("local_accuracy", -5.0), ("train_loss", 1e308), ("local_accuracy", 1.5)])
+@pytest.mark.parametrize(("name", "value"), [("local_accuracy", -5.0), ("train_loss", 1e308), ("train_loss", math.nan)])
 def test_a_metric_that_cannot_be_is_missing(tmp_path: Path, name: str, value: float) -> None:
     wire = Lying(tmp_path, lambda a: {"metrics": a["metrics"] | {name: value, "other": 1.0}})
     plain = served(Wire(tmp_path / "plain"), tmp_path / "plain/run", rounds=1)

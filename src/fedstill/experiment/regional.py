@@ -72,6 +72,7 @@ class Rounds(Run):
             record: Record = {"round": round_, **{name: getattr(tally, name) for name in TOTALS}}
             record |= {name: tally.mean(name) for name in ("train_loss", "local_accuracy")}
             record["seconds"] = time.perf_counter() - began
+            record |= {"left_out": tally.left_out} if tally.left_out else {}
             self.records.append(without_nan(record))
             self.directory.append(self.records[-1])
             self._checkpoint()

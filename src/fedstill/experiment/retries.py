@@ -51,6 +51,6 @@ class Retries:
         told = f" ({'; '.join(reasons[:_NAMED])}{more})" if reasons else ""
         return (
             f"round {self._round} failed {self._failed} times and is given up: {error}{told}. If the model has "
-            f"diverged, 'fedstill rollback {self._path} --to ROUND' goes back to an earlier checkpoint; a smaller lr "
-            "needs another run. round_retries says how often a round is tried again"
+            f"diverged, 'fedstill rollback {self._path} --to ROUND' goes back to an earlier checkpoint, and --to 0 to "
+            "the start, where a smaller lr can be set. round_retries says how often a round is tried again"
         )

@@ -41,7 +41,7 @@ class Wire:
         return set(self.there) - self.away
 
     def ask(
-        self, requests: Mapping[str, Tree], *, timeout: float, name: str | None = None
+        self, requests: Mapping[str, Tree], *, timeout: float, name: str | None = None, until: Any = None
     ) -> Iterator[tuple[str, Any]]:
         for who, request in reversed(list(requests.items())):
             if who in self.away:

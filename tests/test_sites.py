@@ -44,7 +44,7 @@ class Wire:
         return set(self.sites) - self.away
 
     def ask(
-        self, requests: Mapping[str, Tree], *, timeout: float, name: str | None = None
+        self, requests: Mapping[str, Tree], *, timeout: float, name: str | None = None, until: Any = None
     ) -> Iterator[tuple[str, Any]]:
         for site, request in reversed(list(requests.items())):  # answers come in any order
             if site in self.away:

@@ -29,6 +29,7 @@ from fedstill.experiment.config import (
     resolve,
 )
 from fedstill.experiment.reteach import SavedEpisode
+from fedstill.experiment.rollback import rollback as go_back
 from fedstill.experiment.rundir import Record, RunDirectory
 from fedstill.experiment.setup import divide, load_data, prepare, prepare_again
 from fedstill.methods import registry
@@ -78,6 +79,13 @@ def _show_result(result: api.Result, config: Config, path: Path) -> None:
     picture = path / "curves.png"
     curves({config.method: result.records}, picture, title=title_of(config))
     say(f"curves: {picture}\nall of it: {path}")
+
+
+def rollback(directory: Path, to: int) -> None:
+    forgotten = go_back(directory, to)
+    served = RunDirectory.open(directory, lock=False).served
+    again = f"the same 'fedstill serve' with --out {directory}" if served else f"fedstill resume {directory}"
+    say(f"{forgotten} rounds are forgotten; continue after round {to} with: {again}")
 
 
 def show(directories: list[Path], plot: Path | None) -> None:

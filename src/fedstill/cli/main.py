@@ -112,6 +112,19 @@ DryRun = Annotated[
 Ca = Annotated[Path | None, typer.Option(help="The certificate by which the server is known: its ca.pem.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Encrypt nothing. For trials on one machine.")]
 Needed = Annotated[int, typer.Option(help=r"Sites without which it does not start. \[all]", min=0)]
+WaitAfter = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds for which a round waits on, once min_clients have answered and no other does. "
+        r"\[ten times as long as sites took before, at least 30]",
+        min=0,
+        show_default=False,
+    ),
+]
+Recount = Annotated[
+    list[str] | None,
+    typer.Option(metavar="SITE", help="A site that may hold more or less than when it joined; can be repeated."),
+]
 OwnDataDir = Annotated[str, typer.Option(help=r"Where dataset files are. \[$FEDSTILL_DATA]")]
 OwnMethod = Annotated[str, typer.Option(help="file.py:Class, where the run's method is no name but a file.")]
 OwnModel = Annotated[str, typer.Option(help="file.py:function, where the run's network is no name but a file.")]
@@ -213,6 +226,19 @@ def resume(
     _commands().resume(directory, rounds, device=device, tensorboard=tensorboard)
 
 
+@app.command(rich_help_panel="Train")
+def rollback(
+    directory: Annotated[Path, typer.Argument(help="The directory of a run that is not running.")],
+    to: Annotated[int, typer.Option(help="The last round to keep, one that has a checkpoint; 0 is the start.", min=0)],
+) -> None:
+    """Forget the last rounds of a run; it goes on as if they had never been.
+
+    \b
+    fedstill rollback runs/served-fedavg-… --to 12
+    """
+    _commands().rollback(directory, to)
+
+
 @app.command(rich_help_panel="Many machines")
 def serve(
     method: Annotated[str, typer.Argument(help="A method from 'fedstill methods', or a config.toml.")],
@@ -222,6 +248,8 @@ def serve(
     timeout: Annotated[float, typer.Option(help="Seconds that a site may take to answer.", min=1)] = 600.0,
     wait: Annotated[float, typer.Option(help="Seconds to wait for sites before the first round.", min=0)] = 600.0,
     needed: Needed = 0,
+    wait_after: WaitAfter = None,
+    recount: Recount = None,
     regional: Annotated[
         bool, typer.Option("--regional", help="The keys are those of regional servers ('fedstill region').")
     ] = False,
@@ -246,11 +274,11 @@ def serve(
     fedstill keys trial --site north --site south --host server.example
     fedstill serve fedavg --keys trial --host 0.0.0.0 --rounds 20
     """
-    other = ("keys", "host", "port", "timeout", "wait", "needed", "regional", "insecure")
+    other = ("keys", "host", "port", "timeout", "wait", "needed", "wait_after", "recount", "regional", "insecure")
     settings = _settings({k: v for k, v in locals().items() if k not in other and k != "other"})
     importlib.import_module("fedstill.cli.network").serve(
         method, settings, set_ or [], keys=keys, host=host, port=port, out=out, timeout=timeout, wait=wait,
-        needed=needed, regional=regional, insecure=insecure,
+        needed=needed, wait_after=wait_after, recount=recount or [], regional=regional, insecure=insecure,
     )  # fmt: skip
 
 
@@ -264,6 +292,8 @@ def region(
     port: Annotated[int, typer.Option(help="Port to listen on for sites.", min=1, max=65535)] = 9093,
     timeout: Annotated[float, typer.Option(help="Seconds that a site may take to answer.", min=1)] = 600.0,
     needed: Needed = 0,
+    wait_after: WaitAfter = None,
+    recount: Recount = None,
     data: Annotated[str, typer.Option(help="Where the region's method needs samples on its server: which.")] = "",
     data_dir: OwnDataDir = "",
     method: OwnMethod = "",
@@ -281,7 +311,7 @@ def region(
     """
     importlib.import_module("fedstill.cli.network").region(
         server, key=key, ca=ca, keys=keys, host=host, port=port, timeout=timeout, needed=needed,
-        directory=directory, insecure=insecure,
+        wait_after=wait_after, recount=recount or [], directory=directory, insecure=insecure,
         data=data, data_dir=data_dir, method=method, model=model, pretrained=pretrained,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from fedstill.cli.commands import Flags, config_of, console, results_table, run_in, run_name, say
 from fedstill.cli.failure import TERMINATED, Terminated
-from fedstill.core.errors import SettingError
+from fedstill.core.errors import SettingError, unknown
 from fedstill.core.tree import Tree
 from fedstill.experiment.config import Config
 from fedstill.experiment.rundir import SERVED
@@ -81,11 +81,12 @@ def _terminable() -> Iterator[None]:
 
 def serve(
     method: str, flags: Flags, assignments: list[str], *, keys: Path, host: str, port: int, out: Path | None,
-    timeout: float, wait: float, needed: int, regional: bool, insecure: bool,
+    timeout: float, wait: float, needed: int, wait_after: float | None, recount: list[str], regional: bool,
+    insecure: bool,
 ) -> None:  # fmt: skip
     _needs_flower()
     public, revoked = _public_keys(keys), _revoked(keys)
-    terms = Terms(timeout=timeout, needed=_needed(needed, public))
+    terms = _terms(public, timeout, needed, wait_after, recount)
     config = config_of(method, flags if regional else {**flags, "clients": len(public)}, assignments)
     path = out or _begun(config, len(revoked)) or Path("runs") / f"served-{run_name(config)}"
     names = list(public)
@@ -186,6 +187,13 @@ def _needed(needed: int, public: dict[str, Path]) -> int:
     return needed or len(public)
 
 
+def _terms(public: dict[str, Path], timeout: float, needed: int, wait_after: float | None, recount: list[str]) -> Terms:
+    for name in recount:
+        if name not in public:
+            raise unknown("site", name, public)
+    return Terms(timeout, _needed(needed, public), wait_after, tuple(recount))
+
+
 def _warn(insecure: bool) -> None:
     if insecure:
         console.print(_INSECURE, style="bold red")
@@ -193,13 +201,13 @@ def _warn(insecure: bool) -> None:
 
 def region(
     server: str, *, key: Path, ca: Path | None, keys: Path, host: str, port: int, timeout: float, needed: int,
-    directory: Path | None, insecure: bool, **own: str,
+    wait_after: float | None, recount: list[str], directory: Path | None, insecure: bool, **own: str,
 ) -> None:  # fmt: skip
     _needs_flower()
     from fedstill.experiment.regional import RegionalServer
 
     public = _public_keys(keys)
-    terms = Terms(timeout=timeout, needed=_needed(needed, public))
+    terms = _terms(public, timeout, needed, wait_after, recount)
     place = directory or Path(f"region-{key.name}")
     listen = partial(_listening, keys, public, host, port, insecure=insecure)
     with RegionalServer(

@@ -114,6 +114,9 @@ class Display(Listener):
         if self._bar:
             self._bar.update(self._task, completed=self._round - 1 + 0.9 * self._clients_done / self._clients)
 
+    def round_failed(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def round_done(self, record: Record) -> None:
         numbers = _numbers(record)
         rounds = self._setup.config.rounds if self._setup else 0

@@ -38,6 +38,9 @@ class TensorBoard(Listener):
     def client_done(self) -> None:
         self._then.client_done()
 
+    def round_failed(self, text: str) -> None:
+        self._then.round_failed(text)
+
     def round_done(self, record: Record) -> None:
         with naming(self._folder):
             for name, number in scalars(record):

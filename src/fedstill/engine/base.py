@@ -33,6 +33,10 @@ class Engine(ABC):
         """Clients that cannot be asked at present."""
         return set()
 
+    def local_hits(self, down: Message) -> dict[int, int] | None:
+        """How often a model is right on the tests of each client that answers; None: its samples are scored here."""
+        return None
+
     @property
     def patient(self) -> bool:
         """Whether clients come and go, so that a round without enough answers is tried again."""

@@ -147,8 +147,24 @@ class Config(BaseModel):
     )
     eval_every: int = Field(1, ge=0, description="evaluate every so many rounds; 0: only after the last")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
+    keep_checkpoints: int = Field(2, ge=2, description="checkpoints kept, to which 'fedstill rollback' can go back")
     save_models: int = Field(0, ge=0, description="keep the global model every so many rounds; 0: none")
     min_clients: int = Field(1, ge=1, description="stop if fewer clients of a round (and region) give a usable answer")
+    round_retries: int = Field(
+        5, ge=0, description="served: how often a round without enough usable answers is tried again"
+    )
+    max_update_ratio: float = Field(
+        100.0,
+        ge=0,
+        description="served: an update longer than so many times the round's median is dropped; 0: none is",
+    )
+    max_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="served: the largest share of all samples (and tests) that a site counts with; 0: 0.75 of three "
+        "sites, 0.6 of four, half of more; 1: no limit",
+    )
     target: float = Field(0.0, ge=0, le=1, description="report the first round with this accuracy; 0: none")
     hyper: dict[str, Any] = Field(default_factory=dict, description="the method's own settings")
 
@@ -172,7 +188,7 @@ DIVISION = {
     *("size_sigma", "min_share", "ratio", "samples_per_client", "test_fraction", "local_test"),
 }
 # Settings that a run may be resumed with another value of: they do not change what is computed, but for
-# rounding (device, together).
+# rounding (device, together) and for which answers of sites are refused (min_clients, max_update_ratio).
 FREE = {
     "rounds",
     "workers",
@@ -181,7 +197,10 @@ FREE = {
     "together",
     "eval_every",
     "checkpoint_every",
+    "keep_checkpoints",
     "min_clients",
+    "round_retries",
+    "max_update_ratio",
     "target",
     "data_dir",
     "save_teachers",

@@ -24,6 +24,10 @@ class Episodes(Run):
     def _stride(self) -> int:
         return self.setup.hierarchy.rounds_per_episode
 
+    @property
+    def _needed(self) -> int:
+        return 1
+
     def _try(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         self.server.round = round_
         if engine.greet():
@@ -33,22 +37,25 @@ class Episodes(Run):
         there = [region for region in known if not absent.issuperset(region.clients.tolist())]
         asked = there or known  # who is waited for if nobody is there
         self.listener.round_started(round_, len(asked))
+        down = {"model": self.server.model}
         answers = Checked(
             [region.number for region in asked],
             engine.run(
                 [Train(int(region.clients[0]), round_, measure, region.number) for region in asked],
-                {"model": self.server.model},
+                down,
             ),
             {"model": Part((self.setup.task.size,), "the region's model")},
             least=1,
             tick=self.listener.client_done,
             who="region",
+            judge=self._judge(engine, down, "regions"),
         )
         self._come = {answer.client: answer["model"] for answer in answers}
         tally = Tally()
         for name in TOTALS:
             setattr(tally, name, sum(int(min(max(n, 0.0), _MOST)) for n in answers.metrics.pop(name, [])))
         tally.metrics = answers.metrics
+        tally.left_out = [region.name for region in asked if region.number not in self._come]
         return tally, [region for region in asked if region.number in self._come]
 
     def regional_model(self, region: Region) -> Tensor:

@@ -15,7 +15,7 @@ from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Score, Source
 from fedstill.experiment.rundir import Record
-from fedstill.metrics.fairness import Fairness, fairness
+from fedstill.metrics.fairness import Fairness, fairness, fairness_of_counts
 
 _SCORED_AT_ONCE = 1000
 _NOTHING = {
@@ -34,6 +34,7 @@ class Evaluation:
     per_class: list[float]
     confusion: IntArray  # true classes by predicted ones, on the global test set
     fair: Fairness
+    untested: tuple[int, ...] = ()  # clients with tests of whom nothing was heard
 
     def record(self) -> Record:
         fair = self.fair
@@ -50,16 +51,21 @@ def evaluate(engine: Engine, federation: Federation, model: Tensor) -> Evaluatio
     hits, counts = confusion.diagonal().tolist(), confusion.sum(1).tolist()
     # Where clients are tested on samples of the global test set, that was done; BatchNorm by the batch has seen them in
     # the batches of that set.
+    untested: tuple[int, ...] = ()
     if federation.test_source == "test":
-        right = (predicted == test.y.numpy())[federation.test_index].astype(np.int8)
+        fair = fairness((predicted == test.y.numpy())[federation.test_index], federation.test_offsets)
+    elif (found := engine.local_hits({"model": model})) is not None:
+        fair, untested = _fair_to_those_heard(found, federation.test_sizes)
     else:
         right = _score(engine, model, "local", int(federation.test_offsets[-1]))["right"].numpy()
+        fair = fairness(right > 0, federation.test_offsets)
     return Evaluation(
         accuracy=_share(sum(hits), sum(counts)),
         loss=float(loss.mean(dtype=np.float64)) if len(loss) else math.nan,
         per_class=[_share(h, n) for h, n in zip(hits, counts, strict=True)],
         confusion=confusion,
-        fair=_fair(right, federation.test_offsets),
+        fair=fair,
+        untested=untested,
     )
 
 
@@ -71,10 +77,12 @@ def tested(engine: Engine, federation: Federation, model: Tensor) -> tuple[float
     return _share(int(confusion.trace()), int(confusion.sum())), confusion
 
 
-def _fair(right: IntArray, offsets: IntArray) -> Fairness:
-    """Of the clients that answered: who did not has -1 for each of its samples."""
-    heard = np.concatenate([[0], np.cumsum(right >= 0)])
-    return fairness(right[right >= 0] > 0, heard[offsets])
+def _fair_to_those_heard(hits: dict[int, int], counts: IntArray) -> tuple[Fairness, tuple[int, ...]]:
+    """Fairness to the clients that answered, and which did not."""
+    untested = tuple(k for k in np.flatnonzero(counts).tolist() if k not in hits)
+    heard = counts.copy()
+    heard[list(untested)] = 0
+    return fairness_of_counts(np.array([hits.get(k, 0) for k in range(len(counts))], np.int64), heard), untested
 
 
 def _score(engine: Engine, model: Tensor, source: Source, n: int) -> dict[str, Tensor]:

@@ -25,7 +25,8 @@ from fedstill.experiment.episodes import TOTALS
 from fedstill.experiment.logfile import logging_to
 from fedstill.experiment.machine import one_thread
 from fedstill.experiment.regions import Hierarchy, Region, assign
-from fedstill.experiment.rundir import Record, RunDirectory, without_nan
+from fedstill.experiment.rollback import ROLLBACKS, seen, unseen
+from fedstill.experiment.rundir import SERVED, Record, RunDirectory, without_nan
 from fedstill.experiment.runner import Listener, Run
 from fedstill.experiment.setup import (
     Setup,
@@ -36,6 +37,7 @@ from fedstill.experiment.setup import (
     regional_method,
     undivided,
 )
+from fedstill.experiment.shares import COUNTS
 from fedstill.experiment.sites import Link, Own, Roll, Sites, Terms, run_number
 from fedstill.methods import registry
 from fedstill.methods.base import Method
@@ -57,10 +59,7 @@ class Rounds(Run):
         end = time.monotonic() + _MARGIN * seconds
         first = last - self.setup.config.rounds_per_episode + 1
         if self.server.round > last:
-            log.warning("the global server went back from round %d to %d", self.server.round, first)
-            self.directory.go_back(first - 1)
-            self.records = self.directory.records()
-            self.server.round = first - 1
+            self.go_back(first - 1)
         if self.server.round < first:  # else it has begun, or was done, before this process was
             self.server.round, self.server.model = first - 1, model
         self._count_samples()
@@ -73,6 +72,7 @@ class Rounds(Run):
             record: Record = {"round": round_, **{name: getattr(tally, name) for name in TOTALS}}
             record |= {name: tally.mean(name) for name in ("train_loss", "local_accuracy")}
             record["seconds"] = time.perf_counter() - began
+            record |= {"left_out": tally.left_out} if tally.left_out else {}
             self.records.append(without_nan(record))
             self.directory.append(self.records[-1])
             self._checkpoint()
@@ -90,6 +90,19 @@ class Rounds(Run):
         only = self.setup.hierarchy.regions[0]
         samples = int(self.setup.federation.sizes.sum())
         return {"samples": samples, "metrics": metrics | means, "message": {"model": self.regional_model(only)}}
+
+    def go_back(self, round_: int) -> None:
+        """Be where the region was after a round, as the global server is."""
+        log.warning("the global server went back, and so do we, from round %d to %d", self.server.round, round_)
+        self.directory.go_back(round_)
+        if round_ in self.directory.checkpoint_rounds():
+            self._take(self.directory.read_checkpoint(round_))
+        elif round_ == 0:
+            self.server.state, self._norms = {}, {}
+            self.setup.hierarchy.regions[0].method.start(self.server)
+        elif self.server.state:
+            raise FedstillError(f"the region no longer knows round {round_}; 'fedstill rollback' to 0 begins anew")
+        self.server.round, self.records = round_, self.directory.records()
 
 
 class RegionalServer:
@@ -191,16 +204,26 @@ class _Attended:
         self._config, holds = _held_here(config, self._method, told)
         self._link = server.link(largest_answer(self._config, holds))
         clients = {name: np.array([k]) for name, k in zip(names, self._members, strict=True)}
-        self._roll = Roll(clients, holds.dataset, holds, self._tell, of=config.clients)
-        self._sites = Sites(None, self._link, self._roll, server.terms)
-        self.rounds: Rounds | None = None
         place = server.directory / "runs" / run_number(told)
+        self._roll = Roll(
+            clients,
+            holds.dataset,
+            holds,
+            self._tell,
+            of=config.clients,
+            max_share=config.max_share,
+            kept=place / COUNTS,
+        )
+        self._roll.counts.forget(server.terms.recount)
+        self._sites = Sites(None, self._link, self._roll, server.terms, least=config.min_clients)
+        self.rounds: Rounds | None = None
         with ExitStack() as opened:
             begun = (place / "config.toml").is_file()
             self._directory = RunDirectory.open(place) if begun else RunDirectory.create(place, anchored(self._config))
             opened.callback(self._directory.release)
             opened.enter_context(logging_to(place / "log.txt"))
             self._opened = opened.pop_all()
+        self._directory.pinned = self._is_global
 
     def close(self) -> None:
         self._opened.close()
@@ -235,7 +258,16 @@ class _Attended:
         if self.rounds is None:
             self.held()
             self.rounds = Rounds(self._setup(), self._directory, self._server.listener)
+        rollbacks, path = self.told.get(ROLLBACKS, []), self._directory.path / SERVED
+        if (back := unseen(rollbacks, path)) is not None:
+            if self.rounds.server.round > back:
+                self.rounds.go_back(back)
+            seen(rollbacks, path)
         return self.rounds.episode(self._sites, model, request.round, measure=request.measure, seconds=seconds)
+
+    def _is_global(self, round_: int) -> bool:
+        """Whether the global server may come back to the end of this round."""
+        return round_ % self._config.rounds_per_episode == 0 and round_ >= int(self.told["checkpoint"])
 
     def _tell(self) -> dict[str, Any]:
         """What the sites are told about the run: what the global server tells, but that checkpoints are made here."""

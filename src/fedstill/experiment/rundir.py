@@ -9,9 +9,10 @@ tokenizer.json      what made tokens of text, where the data are text
 curves.png          the learning curves, where the command line drew them
 models/             the global model after some of the rounds, if the run was to save them
 teachers/           the models that met at each episode's end, if the run was to save them
-checkpoints/        the last two rounds' server state, and the clients' own
+checkpoints/        the last rounds' server state (keep_checkpoints), and the clients' own
 tensorboard/        events for TensorBoard, if they were asked for
 run.json            the run's number and its sites, if its clients are elsewhere
+counts.json         how much each of them said it holds, when it joined
 log.txt             what happened when
 """
 
@@ -23,7 +24,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ _TEACHERS = "teachers"
 _MODELS = "models"
 TENSORBOARD = "tensorboard"
 SERVED = "run.json"
+_RESULTS = ("summary.json", "clients.csv", "model.safetensors", "curves.png")
 _FILES = (
     *("summary.json", "metrics.jsonl", "clients.csv", "model.safetensors", "tokenizer.json", "curves.png", "log.txt"),
 )
@@ -57,6 +59,8 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.client_store = Store(self.checkpoints / "clients", durable=False)
         self.server_store = Store(self.checkpoints / "server", durable=False)
+        self.keep = _KEPT  # how many checkpoints, the newest ones
+        self.pinned: Callable[[int], bool] = lambda round_: False  # whether an older one is kept too
         self._lock: int | None = None
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
@@ -145,21 +149,22 @@ class RunDirectory:
 
     def _write_checkpoint(self, round_: int, state: Tree, active: Sequence[int]) -> None:
         """What a checkpoint rests on goes to disk first, so that none is ever there without it."""
-        before = max(self._checkpoint_rounds(), default=0)
+        before = max(self.checkpoint_rounds(), default=0)
         for store in self._stores():
             store.sync(active, since=before)
         if (metrics := self.path / "metrics.jsonl").exists():
             sync(metrics)
         write_atomic(self._checkpoint_path(round_), tree.encode(state))
-        kept = self._checkpoint_rounds()[-_KEPT:]
+        rounds = self.checkpoint_rounds()
+        kept = [r for r in rounds if r in rounds[-self.keep :] or self.pinned(r)]
         for store in self._stores():
             store.prune(active, needed=kept[0])
-        for old in self._checkpoint_rounds()[:-_KEPT]:
+        for old in set(rounds) - set(kept):
             self._checkpoint_path(old).unlink()
 
     def oldest_checkpoint(self) -> int:
         """The earliest round that the run could go back to."""
-        return min(self._checkpoint_rounds(), default=0)
+        return min(self.checkpoint_rounds(), default=0)
 
     def restore(self) -> tuple[int, Tree] | None:
         """The newest checkpoint that is whole, and everything younger than it undone; None: no round is done."""
@@ -168,7 +173,7 @@ class RunDirectory:
         except OSError as error:
             log.warning("the last checkpoint was not written: %s", error)
         damaged = []
-        for round_ in reversed(self._checkpoint_rounds()):
+        for round_ in reversed(self.checkpoint_rounds()):
             path = self._checkpoint_path(round_)
             try:
                 state = tree.decode(path.read_bytes())
@@ -186,9 +191,13 @@ class RunDirectory:
         self._undo_after(0)
         return None
 
+    def read_checkpoint(self, round_: int) -> Tree:
+        """What the servers knew after a round; DataError if that is damaged."""
+        return tree.decode(self._checkpoint_path(round_).read_bytes())
+
     def server_state(self) -> Tree:
         """What the method kept on the server at the newest checkpoint; empty if there is none. Changes nothing."""
-        rounds = self._checkpoint_rounds()
+        rounds = self.checkpoint_rounds()
         return tree.decode(self._checkpoint_path(rounds[-1]).read_bytes())["state"] if rounds else {}
 
     def _check_nothing_done(self) -> None:
@@ -206,10 +215,19 @@ class RunDirectory:
     def go_back(self, round_: int) -> None:
         """Forget every later round, also its checkpoint."""
         self.settle()
-        for later in self._checkpoint_rounds():
+        for later in self.checkpoint_rounds():
             if later > round_:
                 self._checkpoint_path(later).unlink()
         self._undo_after(round_)
+
+    def forget_results(self, round_: int, rounds_per_episode: int) -> None:
+        """Delete what the end of a run wrote, and the models that rounds after this one saved."""
+        for name in _RESULTS:
+            (self.path / name).unlink(missing_ok=True)
+        later = [path for saved, path in self.saved_models().items() if saved > round_]
+        later += [path for episode, path in self.saved_episodes().items() if episode * rounds_per_episode > round_]
+        for path in later:
+            path.unlink()
 
     def undo_server(self, round_: int) -> None:
         """Forget what later rounds had the servers keep for single clients."""
@@ -258,7 +276,8 @@ class RunDirectory:
     def _checkpoint_path(self, round_: int) -> Path:
         return self.checkpoints / f"round-{round_:06d}.safetensors"
 
-    def _checkpoint_rounds(self) -> list[int]:
+    def checkpoint_rounds(self) -> list[int]:
+        """The rounds that have a checkpoint, in order."""
         return sorted(int(p.stem.removeprefix("round-")) for p in self.checkpoints.glob("round-*.safetensors"))
 
     def _take_lock(self) -> None:

@@ -6,7 +6,7 @@ import io
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,18 +18,20 @@ from torch import Tensor, nn
 
 from fedstill.core import device, seeds, tree
 from fedstill.core.errors import FedstillError, SettingError
-from fedstill.core.tree import nbytes
+from fedstill.core.tree import Message, first_not_finite, nbytes
 from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Conclude, Train, Worker
 from fedstill.experiment.config import anchored, fixed
 from fedstill.experiment.evaluation import Evaluation, evaluate, tested
+from fedstill.experiment.judging import History, Judge
 from fedstill.experiment.machine import make_engine, one_thread, server_threads
 from fedstill.experiment.regions import Region, cohort_size, draw_cohort, with_data
+from fedstill.experiment.retries import Retries
 from fedstill.experiment.rundir import Record, RunDirectory, to_json, without_nan
 from fedstill.experiment.setup import Setup
 from fedstill.experiment.tally import QUALITY, Tally, of_own_models, summarise, versions
-from fedstill.experiment.uplinks import Checked, TooFewClients
+from fedstill.experiment.uplinks import Checked, RoundFailed
 from fedstill.methods.base import Server, misfit
 from fedstill.models.base import Wrapped
 
@@ -46,6 +48,8 @@ class Listener:
     def round_started(self, round_: int, clients: int) -> None: ...
 
     def client_done(self) -> None: ...
+
+    def round_failed(self, text: str) -> None: ...
 
     def round_done(self, record: Record) -> None: ...
 
@@ -68,6 +72,7 @@ class Run:
         engine: Callable[[Worker], Engine] | None = None,
     ) -> None:
         self.setup, self.directory = setup, directory
+        directory.keep = setup.config.keep_checkpoints
         self._make_engine = engine or partial(make_engine, setup.config)
         self.listener = listener or Listener()
         hierarchy = setup.hierarchy
@@ -88,6 +93,7 @@ class Run:
         # Of each region; to look for them among a million takes longer than a round.
         self._able: dict[int, IntArray] = {}
         self._active_since_checkpoint: set[int] = set()
+        self._norms: dict[str, History] = {}  # of what clients elsewhere sent, by region
         self._last: dict[str, int] = {}  # what crossed after the last round
         self._restore()
 
@@ -179,8 +185,10 @@ class Run:
         tally, present = self._train(engine, round_, measure=due)
         after = self._teachers_after(engine, present) if self._follows_meeting(round_) else {}
         episode = self._merge(engine, present, compare=due) if hierarchy.ends_episode(round_) else {}
-        if not torch.isfinite(self.server.model).all():
-            raise FedstillError(f"round {round_}: the global model is no longer finite; a smaller lr may help")
+        for server in (self.server, *self.regional.values()):  # before it can become a checkpoint
+            if not torch.isfinite(server.model).all():
+                which = "the global model" if server is self.server else f"the model of region {server.region + 1}"
+                raise FedstillError(f"round {round_}: {which} is no longer finite; a smaller lr may help")
         trained = time.perf_counter()
         models = self._models() if due else {}
         evaluations = {name: evaluate(engine, self.setup.federation, model) for name, model in models.items()}
@@ -211,22 +219,44 @@ class Run:
             record["server"] = self.server.notes
         if after:
             record["teachers_after"] = after
+        if tally.left_out:
+            record["left_out"] = tally.left_out
+        if main and main.untested:
+            record["untested"] = self._names(main.untested)
         return without_nan(record), main
+
+    def _names(self, clients: Iterable[int]) -> list[str]:
+        names = self.setup.federation.client_names
+        return [names[k] for k in clients]
 
     def _train(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         """A round of every region, and which they were; `measure`: clients also test the models they trained."""
-        if engine.patient:  # a client elsewhere must not have seen a round that this server, if killed, forgets
-            self.directory.settle()
-        before = tree.encode(self._kept()) if engine.patient else None
+        if not engine.patient:
+            return self._try(engine, round_, measure=measure)
+        self.directory.settle()  # a client elsewhere must not have seen a round that this server, if killed, forgets
+        before = tree.encode(self._kept())
+        retries = Retries(round_, self.setup.config.round_retries, self.directory.path, self.listener.round_failed)
         while True:
+            connected = self._connected(engine)
             try:
                 return self._try(engine, round_, measure=measure)
-            except TooFewClients as error:
-                if before is None:
-                    raise
-                log.warning("round %d is tried again: %s", round_, error)
+            except RoundFailed as error:
                 self._take(tree.decode(before))
                 self.directory.undo_server(round_ - 1)
+                names = dict(enumerate(self.setup.federation.names))
+                arrived = partial(self._more_than, engine, connected)
+                retries.after(error, names, connected=connected >= self._needed, arrived=arrived)
+
+    @property
+    def _needed(self) -> int:
+        """How many clients must be there for a round to be worth trying."""
+        return self.setup.config.min_clients
+
+    def _connected(self, engine: Engine) -> int:
+        return sum(len(region.clients) for region in self.setup.hierarchy.regions) - len(engine.absent())
+
+    def _more_than(self, engine: Engine, before: int) -> bool:
+        return self._connected(engine) > before
 
     def _try(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         self.server.round = round_
@@ -240,7 +270,21 @@ class Run:
         for (region, _), cohort in zip(present, cohorts, strict=True):
             self._regional_round(engine, region, cohort, tally, measure=measure)
         self._active_since_checkpoint.update(k for cohort in cohorts for k in cohort)
+        if engine.patient:
+            self._check_finite(round_)
         return tally, [region for region, _ in present]
+
+    def _check_finite(self, round_: int) -> None:
+        """Refuse what the servers have become, if finite answers added up to something else."""
+        for server in (self.server, *self.regional.values()):
+            if (bad := first_not_finite({"the model": server.model, **_tensors(server.state)})) is not None:
+                raise RoundFailed(f"round {round_}: {bad} is no longer finite on the server; a smaller lr may help")
+
+    def _judge(self, engine: Engine, sent: Message, where: str) -> Judge | None:
+        """Who compares the answers, where clients are not known."""
+        if not engine.patient:
+            return None
+        return Judge(self.setup.config.max_update_ratio, sent, self._norms.setdefault(where, {}))
 
     def _cohort(self, region: Region, members: IntArray, round_: int) -> list[int]:
         able = self._able.get(region.number) if members is region.clients else None
@@ -285,10 +329,12 @@ class Run:
             wire.up,
             least=self.setup.config.min_clients,
             tick=self.listener.client_done,
+            judge=self._judge(engine, down, str(region.number)),
         )
         with self._stream("server layers", region.number):
             method.aggregate(server, iter(uplinks))
         tally.add(uplinks, nbytes(down) * len(cohort))
+        tally.left_out += self._names(uplinks.dropped) if engine.patient else []
         tally.server_seconds += time.perf_counter() - began - uplinks.waited
 
     def _merge(self, engine: Engine, present: list[Region], *, compare: bool) -> Record:
@@ -322,9 +368,10 @@ class Run:
         """Ask every client that has data once more."""
         method, config = self.setup.method, self.setup.config
         clients = np.flatnonzero(self.setup.federation.sizes).tolist()
-        answers = engine.run([Conclude(k, config.rounds + 1) for k in clients], {"model": self.model()})
-        declared = method.wire(self.setup.task).last
-        uplinks = Checked(clients, answers, declared, least=config.min_clients, tick=lambda: None)
+        down = {"model": self.model()}
+        answers = engine.run([Conclude(k, config.rounds + 1) for k in clients], down)
+        declared, judge = method.wire(self.setup.task).last, self._judge(engine, down, "last")
+        uplinks = Checked(clients, answers, declared, least=config.min_clients, tick=lambda: None, judge=judge)
         with self._stream("last layers"):
             method.conclude(self.server, iter(uplinks))
         self._last = {
@@ -358,10 +405,13 @@ class Run:
         kept: dict[str, Any] = {"model": self.server.model, "state": self.server.state}
         if not self.setup.hierarchy.flat:
             kept["regions"] = {str(n): {"model": s.model, "state": s.state} for n, s in self.regional.items()}
+        if self._norms:
+            kept["norms"] = self._norms
         return kept
 
     def _take(self, kept: dict[str, Any]) -> None:
         self.server.model, self.server.state = kept["model"], kept["state"]
+        self._norms = kept.get("norms", {})
         for number, own in kept.get("regions", {}).items():
             self.regional[int(number)].model, self.regional[int(number)].state = own["model"], own["state"]
 
@@ -403,6 +453,14 @@ def _without(members: IntArray, absent: set[int]) -> IntArray:
         return members
     there = members[~np.isin(members, list(absent))]
     return there if len(there) else members
+
+
+def _tensors(state: Any, name: str = "its state") -> dict[str, Tensor]:
+    """Every tensor of a tree, by its place there."""
+    if isinstance(state, Tensor):
+        return {name: state}
+    pairs = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
+    return {place: part for key, node in pairs for place, part in _tensors(node, f"{name}/{key}").items()}
 
 
 def refuse_changes(before: dict[str, str], now: dict[str, str]) -> None:

@@ -7,7 +7,6 @@ started again goes on where the others are.
 from __future__ import annotations
 
 import logging
-import math
 import re
 import secrets
 import time
@@ -19,7 +18,6 @@ from typing import Any, Literal, Protocol, TypeGuard
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedstill.core.device import find, on
 from fedstill.core.errors import DataError, FedstillError, SettingError
@@ -31,13 +29,14 @@ from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation
 from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine, Inline
-from fedstill.engine.worker import Request, Score, Worker, made
+from fedstill.engine.worker import Request, Score, Train, Worker, made
 from fedstill.experiment import api
 from fedstill.experiment.config import Config, anchored, fixed, resolve
-from fedstill.experiment.episodes import Episodes
+from fedstill.experiment.episodes import TOTALS, Episodes
 from fedstill.experiment.logfile import logging_to
 from fedstill.experiment.machine import one_thread
 from fedstill.experiment.regions import assign
+from fedstill.experiment.rollback import ROLLBACKS, seen, unseen
 from fedstill.experiment.rundir import SERVED, RunDirectory
 from fedstill.experiment.runner import Listener, Run, refuse_changes
 from fedstill.experiment.setup import (
@@ -53,15 +52,25 @@ from fedstill.experiment.setup import (
     undivided,
     wanted_size,
 )
+from fedstill.experiment.shares import COUNTS, Counts
+from fedstill.experiment.waiting import Poll, Waits
 from fedstill.methods import registry
 from fedstill.models.base import frozen_digest
 from fedstill.models.pretrained import DISTILBERT
 
 log = logging.getLogger(__name__)
 
-_MOST = 10**8  # samples of a site; the server keeps a byte for each that is tested on
+_MOST = 10**8  # samples of a site
 _GREETING = 30.0  # seconds that a newcomer may take to say how much it holds
-_AGAIN = 20.0  # seconds after which one that could not take part is asked again
+_AGAIN = 20.0  # seconds after which one that could not take part is asked again; then twice as long each time
+_LATEST = 600.0  # seconds after which it is, at the latest
+# What a site may report of itself; anything else is not looked at.
+_RANGES = {
+    **dict.fromkeys(("local_accuracy", "test_accuracy"), (0.0, 1.0)),
+    **dict.fromkeys(("train_loss", "test_loss"), (-1e6, 1e6)),
+    "seconds": (0.0, 1e7),
+    **dict.fromkeys(TOTALS, (0.0, 1e15)),
+}
 
 
 class Link(Protocol):
@@ -71,11 +80,17 @@ class Link(Protocol):
         """The sites that can be asked now."""
 
     def ask(
-        self, requests: Mapping[str, Tree], *, timeout: float, name: str | None = None
+        self,
+        requests: Mapping[str, Tree],
+        *,
+        timeout: float,
+        name: str | None = None,
+        until: Callable[[], float] | None = None,
     ) -> Iterator[tuple[str, Any]]:
         """Each site's answer as it comes: a tree, or something with a `reason` why there is none.
 
-        A site that is asked under the same name again may repeat its last answer.
+        A site that is asked under the same name again may repeat its last answer. `until` gives the moment of the
+        monotonic clock after which nobody is waited for any more; it may change with each answer.
         """
 
 
@@ -88,14 +103,17 @@ class Terms:
 
     timeout: float = 600.0  # seconds a site may take to answer
     needed: int = 1  # sites without which it does not start
+    wait_after: float | None = None  # seconds for the rest, once enough have answered; None: by how long they take
+    recount: tuple[str, ...] = ()  # sites that may hold more or less than when they joined
 
 
 class Sites(Engine):
     """Sends each request to the site whose client it is about; tests the global model itself."""
 
-    def __init__(self, worker: Worker | None, link: Link, roll: Roll, terms: Terms) -> None:
-        """Without a `worker` nothing is tested here."""
-        self._link, self._roll, self._terms = link, roll, terms
+    def __init__(self, worker: Worker | None, link: Link, roll: Roll, terms: Terms, *, least: int = 1) -> None:
+        """Without a `worker` nothing is tested here; `least`: how many answers are enough for a round."""
+        self._link, self._roll, self._terms, self._least = link, roll, terms, least
+        self._waits = Waits(terms.wait_after)
         self._here = worker and Inline(worker)
         self.patience = terms.timeout  # seconds that a site may take, where that is less
 
@@ -115,12 +133,7 @@ class Sites(Engine):
         return {int(k) for name, clients in self._roll.clients.items() if name not in there for k in clients}
 
     def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
-        if all(isinstance(request, Score) and request.source == "local" for request in requests):
-            right = self._right(down)
-            for request in requests:
-                assert isinstance(request, Score)
-                yield {"right": right[request.start : request.stop]}
-        elif any(isinstance(request, Score) for request in requests):
+        if any(isinstance(request, Score) for request in requests):
             assert self._here
             yield from self._here.run(requests, down)
         else:
@@ -133,30 +146,22 @@ class Sites(Engine):
             site = self._roll.site_of(request.client)
             asked[site] = self._roll.question(site, body, down, self._timeout)
         first = requests[0]
-        name = f"{self._roll.number} {type(first).__name__} {first.round} {getattr(first, 'region', 0)}"
-        waiting = self._link.ask(asked, timeout=self._timeout, name=name)
+        name = f"{self._roll.series} {type(first).__name__} {first.round} {getattr(first, 'region', 0)}"
+        poll = Poll(self._waits, type(first).__name__, asked, least=self._least)
+        waiting = poll.watch(self._link.ask(asked, timeout=self._timeout, name=name, until=poll.deadline))
         come: dict[str, Any] = {}
         for site in asked:
             while site not in come:
                 sender, answer = next(waiting)
                 come[sender] = answer
-            yield _client_answer(come.pop(site), self._roll.samples(site))
+            yield _client_answer(come.pop(site), self._roll.samples(site), self._roll.weight(site), site)
 
-    def _right(self, down: Message) -> Tensor:
-        """Whether the model is right, for every site's local tests; -1 where nobody answered.
-
-        A site tells how often, not where: the order within a client does not matter.
-        """
-        offsets = self._roll.federation.test_offsets
-        right = torch.full((int(offsets[-1]),), -1, dtype=torch.int8)
-        for client, hits in self.hits(down).items():
-            start, stop = int(offsets[client]), int(offsets[client + 1])
-            right[start : start + hits], right[start + hits : stop] = 1, 0
-        return right
+    def local_hits(self, down: Message) -> dict[int, int]:
+        return self.hits(down)
 
     def hits(self, down: Message) -> dict[int, int]:
         """How often the model is right on the tests of each client that answered."""
-        counts = self._roll.federation.test_sizes
+        counts, claimed = self._roll.federation.test_sizes, self._roll.tests
         body = {"kind": "Score", "source": "local", "start": 0, "stop": 0}
         held_by = {name: clients for name, clients in self._roll.clients.items() if counts[clients].any()}
         there = self._link.present()
@@ -164,26 +169,41 @@ class Sites(Engine):
             log.warning("left out of this evaluation, because they are not connected: %s", ", ".join(away))
         asked = {name: self._roll.question(name, body, down) for name in held_by if name in there}
         found = {}
-        for name, answer in self._link.ask(asked, timeout=self._timeout) if asked else ():
+        poll = Poll(self._waits, "Score", asked, least=1)
+        answers = self._link.ask(asked, timeout=self._timeout, until=poll.deadline) if asked else ()
+        for name, answer in poll.watch(answers):
             hits = answer.get("hits") if isinstance(answer, dict) else None
             for client, hit in zip(held_by[name], hits, strict=True) if _numbers(hits, len(held_by[name])) else ():
-                if 0 <= hit <= counts[client]:
-                    found[int(client)] = hit
+                if 0 <= hit <= claimed[client] and claimed[client]:
+                    found[int(client)] = round(hit * int(counts[client]) / int(claimed[client]))
+                elif hit > claimed[client]:
+                    log.warning("%s says it is right %d times in %d tests", name, hit, claimed[client])
             if not any(client in found for client in held_by[name]):
                 log.warning("%s is left out of this evaluation: %s", name, _reason(answer))
         return found
 
 
-def _client_answer(answer: Any, size: int | None) -> Tree:
+def _client_answer(answer: Any, claimed: int | None, weight: int, site: str) -> Tree:
     """What a site sent about its clients, or why it does not count. The message itself is checked later."""
     if not isinstance(answer, dict) or "error" in answer:
         return {"failure": _reason(answer)}
     samples, metrics, message = answer.get("samples"), answer.get("metrics"), answer.get("message")
-    if size is not None and (not isinstance(samples, int) or samples != size):  # by which its model counts
-        return {"failure": f"it says that it trained on {samples!r:.40} samples, and it has {size}"}
-    if not isinstance(metrics, dict) or not all(isinstance(m, float) and math.isfinite(m) for m in metrics.values()):
+    if claimed is not None and (not isinstance(samples, int) or samples != claimed):
+        return {"failure": f"it says that it trained on {samples!r:.40} samples, and it has {claimed}"}
+    if not isinstance(metrics, dict) or not all(isinstance(m, float) for m in metrics.values()):
         return {"failure": "its metrics are not numbers"}
-    return {"samples": size or 0, "metrics": metrics, "message": message}
+    return {"samples": weight, "metrics": _in_range(metrics, site), "message": message}
+
+
+def _in_range(metrics: Mapping[str, float], site: str) -> dict[str, float]:
+    """The metrics that can be true; the others are missing."""
+    found = {}
+    for name, (least, most) in _RANGES.items():
+        if name in metrics and least <= metrics[name] <= most:
+            found[name] = metrics[name]
+        elif name in metrics:
+            log.warning("%s reports a %s of %g, which cannot be; it is left out", site, name, metrics[name])
+    return found
 
 
 def _reason(answer: Any) -> str:
@@ -205,8 +225,13 @@ class Roll:
         of: int,
         names: Sequence[str] = (),
         changing: bool = False,
+        max_share: float = 0.0,
+        kept: Path | None = None,
     ) -> None:
-        """`clients` are those of each site, among `of` in the run; `changing`: what a site holds may become more."""
+        """`clients` are those of each site, among `of` in the run; `changing`: what a site holds may become more.
+
+        `kept` is the file with what they hold, from when they joined on.
+        """
         self.clients, self._told, self._changing = dict(clients), told, changing
         self._site_of = {int(k): name for name, held in clients.items() for k in held}
         zeros = np.zeros(of + 1, np.int64)
@@ -214,7 +239,10 @@ class Roll:
         self.federation = Federation(
             dataset, nothing, zeros, nothing, zeros.copy(), pool.pool_index, names=tuple(names)
         )
+        self.counts = Counts(self.clients, of, max_share, kept)
+        self.tests = np.zeros(of, np.int64)  # of each client, by its own word
         self._known: dict[str, tuple[list[int], list[int]]] = {}
+        self._failures: dict[str, int] = {}
         self._refused: dict[str, str] = {}  # why a site could not take part
         self._not_before: dict[str, float] = {}  # when it is asked again
 
@@ -222,8 +250,12 @@ class Roll:
         return self._site_of[client]
 
     def samples(self, site: str) -> int | None:
-        """How many a site trains on; None: a region, where that may change during an episode."""
-        return None if self._changing else int(self.federation.sizes[self.clients[site]].sum())
+        """How many a site says that it trains on; None: a region, where that may change during an episode."""
+        return None if self._changing else self.counts.samples(site)
+
+    def weight(self, site: str) -> int:
+        """How many of them count."""
+        return int(self.federation.sizes[self.clients[site]].sum())
 
     def question(self, site: str, body: Tree = None, down: Message | None = None, seconds: float = 0.0) -> Tree:
         """What to ask a site; nothing in particular: how much it holds."""
@@ -241,23 +273,30 @@ class Roll:
         for name, answer in link.ask(asked, timeout=timeout) if asked else ():
             samples, tests = (answer.get(n) if isinstance(answer, dict) else None for n in ("samples", "tests"))
             count = len(self.clients[name])
-            if _numbers(samples, count) and _numbers(tests, count) and min(samples) >= 0 and min(tests) >= 0:
-                self._known[name] = samples, tests
+            if not (_numbers(samples, count) and _numbers(tests, count) and min(samples + tests) >= 0):
+                self._refuse(name, _reason(answer))
+            elif changed := self.counts.settle(name, samples, tests, growing=self._changing):
+                self._refuse(name, f"{changed}; --recount {name} of the server accepts that")
             else:
-                if self._refused.get(name) != _reason(answer):
-                    log.warning("%s cannot take part: %s", name, _reason(answer))
-                self._refused[name] = _reason(answer)
-                self._not_before[name] = time.monotonic() + _AGAIN
+                self._known[name] = samples, tests
         if self._known == before:
             return False
-        for place, offsets in enumerate((self.federation.train_offsets, self.federation.test_offsets)):
-            counts = np.zeros(len(offsets) - 1, np.int64)
-            for name, known in self._known.items():
-                counts[self.clients[name]] = known[place]
-                if before.get(name) != known and place == 0:
-                    log.info("%s has %d samples and %d to test on", name, sum(known[0]), sum(known[1]))
-            offsets[1:] = np.cumsum(counts)
+        samples_that_count, _ = self.counts.of_sites(self._known, "samples")
+        tests_that_count, self.tests = self.counts.of_sites(self._known, "tests")
+        self.federation.train_offsets[1:] = np.cumsum(samples_that_count)
+        self.federation.test_offsets[1:] = np.cumsum(tests_that_count)
+        for name, (samples, tests) in self._known.items():
+            if before.get(name) != (samples, tests):
+                log.info("%s has %d samples and %d to test on", name, sum(samples), sum(tests))
         return True
+
+    def _refuse(self, name: str, reason: str) -> None:
+        if self._refused.get(name) != reason:
+            log.warning("%s cannot take part: %s", name, reason)
+        self._refused[name] = reason
+        wait = min(_LATEST, _AGAIN * 2.0 ** min(self._failures.get(name, 0), 10))
+        self._failures[name] = self._failures.get(name, 0) + 1
+        self._not_before[name] = time.monotonic() + wait
 
     @property
     def known(self) -> int:
@@ -269,8 +308,10 @@ class Roll:
         return {name: self._refused.get(name, "") for name in self.clients if name not in self._known}
 
     @property
-    def number(self) -> str:
-        return str(self._told()["number"])
+    def series(self) -> str:
+        """What tells the rounds of this run from others, also from its own before it went back."""
+        run = self._told()
+        return f"{run['number']} {len(run.get(ROLLBACKS, []))}"
 
 
 def _numbers(given: Any, count: int) -> TypeGuard[list[int]]:
@@ -310,6 +351,7 @@ def serve(
     try:
         directory.check_rounds(config.rounds)
         number = _number(directory)
+        rollbacks = read_json(directory.path / SERVED).get(ROLLBACKS, [])
         if not regional:
             write_json(directory.path / SERVED, read_json(directory.path / SERVED) | {"sites": names})
             clients = {name: np.array([k]) for k, name in enumerate(names)}
@@ -329,10 +371,22 @@ def serve(
                 "steps": steps,
                 "frozen": frozen,
                 "checkpoint": directory.oldest_checkpoint(),
+                ROLLBACKS: rollbacks,
             }
 
         called = () if regional else names
-        roll = Roll(clients, dataset, pool, told, of=config.clients, names=called, changing=regional)
+        roll = Roll(
+            clients,
+            dataset,
+            pool,
+            told,
+            of=config.clients,
+            names=called,
+            changing=regional,
+            max_share=config.max_share,
+            kept=directory.path / COUNTS,
+        )
+        roll.counts.forget(terms.recount)
         with logging_to(directory.path / "log.txt"):
             wanted = set(names) - set(revoked)
             for name in set(names) - wanted:
@@ -357,8 +411,12 @@ def serve(
         raise
     frozen += filter(None, [frozen_digest(setup.task.build().module)])
     steps += [region.task.local.steps_per_epoch for region in setup.hierarchy.regions]
-    kind = Episodes if regional else Run
-    return api.execute(setup, directory, listener, lambda worker: Sites(worker, link, roll, terms), kind=kind)
+    kind, least = (Episodes, 1) if regional else (Run, config.min_clients)
+
+    def engine(worker: Worker) -> Engine:
+        return Sites(worker, link, roll, terms, least=least)
+
+    return api.execute(setup, directory, listener, engine, kind=kind)
 
 
 def _check(config: Config) -> None:
@@ -481,6 +539,8 @@ class Site:
             if isinstance(request, Score):
                 whole = Score("local", 0, len(worker.federation.test_index))
                 return {"hits": [int(worker.handle(whole, asked["down"])["right"].sum())]}
+            if isinstance(request, Train):
+                _forget_with_the_server(worker.store, run.get(ROLLBACKS, []), request.round)
             answer = worker.handle(request, asked["down"])
         worker.store.prune([run["client"]], needed=run["checkpoint"])
         return answer
@@ -531,6 +591,16 @@ class Site:
         dataset = replace(_labelled_as(found, run["classes"]), mean=tuple(run["mean"]), std=tuple(run["std"]))
         later = np.arange(run["clients"] + 1) > run["client"]
         return Federation(dataset, train, later * len(train), test, later * len(test), pool, source)
+
+
+def _forget_with_the_server(store: Store, rollbacks: Sequence[int], round_: int) -> None:
+    """Forget rounds that the server has forgotten: those it went back over, and those it asks for again."""
+    store.rollback(round_ - 1)
+    path = store.root / "rollbacks.json"
+    if (back := unseen(rollbacks, path)) is not None:
+        store.rollback(back)
+        store.root.mkdir(parents=True, exist_ok=True)
+        seen(rollbacks, path)
 
 
 def _labelled_as(found: Dataset, classes: Sequence[str]) -> Dataset:

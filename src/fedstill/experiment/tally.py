@@ -25,6 +25,7 @@ class Tally:
         self.clients = self.bytes_down = self.bytes_up = self.dropped = 0
         self.server_seconds = 0.0  # of work, without waiting for clients
         self.metrics: dict[str, list[float]] = {}
+        self.left_out: list[str] = []  # sites whose answers do not count, where they are elsewhere
 
     def add(self, uplinks: Checked, bytes_down: int) -> None:
         self.clients += len(uplinks.good) + len(uplinks.dropped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import queue
 import secrets
@@ -153,9 +154,16 @@ class Link:
         return set()
 
     def ask(
-        self, requests: Mapping[str, Tree], *, timeout: float, name: str | None = None
+        self,
+        requests: Mapping[str, Tree],
+        *,
+        timeout: float,
+        name: str | None = None,
+        until: Callable[[], float] | None = None,
     ) -> Iterator[tuple[str, Tree | Failure]]:
         """Send sites their requests; each site's answer or Failure as it comes, one per site, within `timeout` s.
+
+        `until` gives the moment of the monotonic clock after which the rest are not waited for.
 
         A site that is away, or goes away, is waited for. A site keeps its last answer: asked again under the same
         `name`, by a server that was killed for instance, it need not work again.
@@ -163,8 +171,8 @@ class Link:
         for site in requests:
             if site not in self._sites:
                 raise unknown("site", site, self._sites)
-        until = time.monotonic() + timeout
-        question = _Question(name or uuid.uuid4().hex, name is not None, timeout, until, threading.Event())
+        end = time.monotonic() + timeout
+        question = _Question(name or uuid.uuid4().hex, name is not None, timeout, end, threading.Event())
         answers: queue.SimpleQueue[tuple[str, Tree | Failure]] = queue.SimpleQueue()
         sent: dict[str, _Sent] = {}
         with suppress(httpx.HTTPError):
@@ -176,7 +184,7 @@ class Link:
 
         for site in requests:
             threading.Thread(target=collect, args=(site,), name=f"ask-{site}", daemon=True).start()
-        return _arriving(set(requests), answers, question)
+        return _arriving(set(requests), answers, question, until or (lambda: math.inf))
 
     def _send(
         self, run: Run | None, nodes: Mapping[str, Node], requests: Mapping[str, Tree], question: _Question
@@ -369,18 +377,25 @@ class _Question:
 
 
 def _arriving(
-    waiting: set[str], answers: queue.SimpleQueue[tuple[str, Tree | Failure]], question: _Question
+    waiting: set[str],
+    answers: queue.SimpleQueue[tuple[str, Tree | Failure]],
+    question: _Question,
+    until: Callable[[], float],
 ) -> Iterator[tuple[str, Tree | Failure]]:
+    reason = f"no answer within {question.timeout:g} s: the SuperLink does not respond"
     try:
         while waiting:
+            end = until() - time.monotonic()
             try:
-                site, answer = answers.get(timeout=max(0.0, question.left()) + 1)
-            except queue.Empty:  # a thread still waits for the SuperLink itself
+                site, answer = answers.get(timeout=max(0.0, min(end, max(0.0, question.left()) + 1)))
+            except queue.Empty:  # a thread still waits for the SuperLink itself, or it is over
+                if end < question.left():
+                    reason = "no answer, and the others have answered long since (--wait-after)"
                 break
             waiting.discard(site)
             yield site, answer
         for site in sorted(waiting):
-            yield site, Failure(f"no answer within {question.timeout:g} s: the SuperLink does not respond")
+            yield site, Failure(reason)
     finally:
         question.closed.set()
 

@@ -25,8 +25,13 @@ def fairness(correct: NDArray[np.bool_], offsets: NDArray[np.int64]) -> Fairness
     >>> f.amp, f.fm, f.wlp
     (0.75, 0.0625, 0.5)
     """
-    counts = np.diff(offsets)
-    hits = np.diff(np.concatenate([[0], np.cumsum(correct, dtype=np.int64)])[offsets])
+    return fairness_of_counts(
+        np.diff(np.concatenate([[0], np.cumsum(correct, dtype=np.int64)])[offsets]), np.diff(offsets)
+    )
+
+
+def fairness_of_counts(hits: NDArray[np.int64], counts: NDArray[np.int64]) -> Fairness:
+    """The same from how often a model is right on the tests of each client, and how many those are."""
     local = np.full(len(counts), np.nan)
     np.divide(hits, counts, out=local, where=counts > 0)
     known = local[counts > 0]

@@ -116,7 +116,7 @@ class RunDirectory:
 
     def check_rounds(self, rounds: int) -> None:
         """Refuse an end of the run that lies before the rounds already done."""
-        done = max([*(record["round"] for record in self.records()), *self._checkpoint_rounds()], default=0)
+        done = max([*(record["round"] for record in self.records()), *self.checkpoint_rounds()], default=0)
         if rounds < max(1, done):
             raise SettingError(
                 f"rounds = {rounds}: {self.path} has {done} rounds done; give {max(1, done)} or more, in its "

@@ -214,6 +214,7 @@ def test_feddistill_takes_every_policy_for_batchnorm(run_small: RunSmall, buffer
     assert len(result.records) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", BOTH)
 def test_resumed_after_every_round_gives_the_same_bits(run_small: RunSmall, tmp_path: Path, method: str) -> None:
     settings: dict[str, Any] = {"rounds": 4, "lr": LR}

@@ -325,6 +325,7 @@ def test_what_crosses_is_what_is_declared(method: str, settings: dict[str, Any],
         assert record["bytes_down"] == sent * len(crossed.up)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "settings"), [("fedgkd", {}), ("fedgkd-vote", {"pool": 0.1})])
 def test_resumed_after_every_round_gives_the_same_bits(
     run_small: RunSmall, tmp_path: Path, method: str, settings: dict[str, Any]

@@ -537,6 +537,7 @@ def test_what_crosses_is_what_is_declared(variant: dict[str, Any], copies: int) 
 # --- what clients keep ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_resumed_after_every_round_gives_the_same_bits(run_small: RunSmall, tmp_path: Path) -> None:
     settings = TINY | {"cache_init": "w0", "rounds": 3, "lr": LR}
     whole = run_small("fedkf", out=tmp_path / "whole", **settings)
@@ -548,6 +549,7 @@ def test_resumed_after_every_round_gives_the_same_bits(run_small: RunSmall, tmp_
     assert_same_tree(client_states(tmp_path / "broken"), states)
 
 
+@pytest.mark.slow
 def test_same_bits_in_worker_processes(run_small: RunSmall, tmp_path: Path) -> None:
     settings = TINY | {"rounds": 3}
     inline = run_small("fedkf", out=tmp_path / "inline", **settings)

@@ -51,6 +51,7 @@ def test_the_weights_do_as_well_as_brute_force(clients: int, points: int, epsilo
         assert float(weights @ g @ g.T @ weights) <= least + 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", EPSILONS)
 @pytest.mark.parametrize("clients", [1, 2, 3, 10, 40])
 def test_the_weights_lie_on_the_simplex_and_in_the_box(clients: int, epsilon: float) -> None:

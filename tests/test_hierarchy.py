@@ -37,6 +37,7 @@ def arranged(**settings: Any) -> Hierarchy:
     return prepare(resolve({**SMALL, **NINE, **settings})).hierarchy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "fedprox+t1", "scaffold", "fedkf"])
 def test_one_region_that_is_averaged_is_its_flat_run_bit_for_bit(run_small: RunSmall, method: str) -> None:
     own = {"width": 2, "z_dim": 3} if method == "fedkf" else {}
@@ -109,6 +110,7 @@ def test_a_run_stopped_in_the_middle_of_an_episode_goes_on_to_the_same_bits(
     assert untimed(whole) == untimed(resumed)
 
 
+@pytest.mark.slow
 def test_a_region_that_joins_changes_nothing_before_and_something_after(run_small: RunSmall) -> None:
     def joining(round_: int) -> Result:
         regions = [{"name": "a"}, {"name": "b"}, {"name": "new", "joins": round_}]
@@ -232,6 +234,7 @@ def test_what_cannot_work_is_refused_before_the_first_round(settings: dict[str, 
         arranged(**{"regions": len(settings.get("region", "xyz")), "method": "fedavg"} | settings)
 
 
+@pytest.mark.slow
 def test_saved_teachers_can_be_used_again(run_small: RunSmall, tmp_path: Path) -> None:
     """The run's own settings give the run's own student; others give others, without training a client."""
     run_small("lkd", **NINE, **POOL, regions=3, save_teachers=True, out=tmp_path / "run")
@@ -266,6 +269,7 @@ def test_a_refused_resume_leaves_a_run_that_can_go_on(run_small: RunSmall, tmp_p
     assert fedstill.resume(tmp_path / "run", rounds=6).summary["rounds"] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedkf+f2l", "fedavg+t1+f2l", "fedavg+t1+ccvr", "fedavg+f2l+ccvr"])
 def test_what_averages_all_clients_of_a_region_can_be_merged(run_small: RunSmall, method: str) -> None:
     hyper = {"width": 2, "z_dim": 3} if "fedkf" in method else {}

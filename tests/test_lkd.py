@@ -307,6 +307,7 @@ def test_every_batch_and_the_student_of_real_meetings() -> None:
         np.testing.assert_allclose(meeting.notes["reliability"], measured, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "hyper"),
     [

@@ -114,6 +114,7 @@ def test_small_stem_keeps_the_size_up_to_64_pixels_and_the_large_one_takes_a_qua
 # The contract
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("name", OF_IMAGES)
 def test_logits_are_the_head_of_the_features(name: str, channels: int) -> None:
@@ -189,6 +190,7 @@ def test_shufflenet_stays_in_channels_last_memory() -> None:
     assert kept == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in OF_IMAGES if not models.image_size(n)])
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 16, 16), (2, 40, 21)])
 def test_network_takes_any_image_size_it_does_not_forbid(name: str, shape: tuple[int, ...]) -> None:

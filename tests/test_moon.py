@@ -184,6 +184,7 @@ def test_what_crosses_is_what_is_declared(buffer: int) -> None:
         assert all(set(up) == {"model"} for up in crossed.up.values())
 
 
+@pytest.mark.slow
 def test_resumed_after_every_round_gives_the_same_bits(run_small: RunSmall, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"buffer": 2, "rounds": 4, "lr": LR}
     whole = run_small("moon", out=tmp_path / "whole", **settings)

@@ -159,6 +159,7 @@ def test_dir_feddf_names_min_share_when_no_draw_fits() -> None:
     assert (sizes_of(partition("dir_feddf", labels, 10, rng(), alpha=1e-6, min_share=0), 10) == 200).all()
 
 
+@pytest.mark.slow
 @given(st.integers(2, 12), st.integers(1, 40), st.sampled_from([0.01, 0.1, 0.5]), st.integers(0, 10**6))
 @settings(max_examples=60)
 def test_dir_fedkf_largest_shares_take_turns(classes: int, clients: int, alpha: float, seed: int) -> None:

@@ -503,6 +503,7 @@ def test_the_smaller_scale_has_the_rows_of_the_papers_and_no_more_work() -> None
             assert after.clients <= before.clients, name
 
 
+@pytest.mark.slow
 def test_a_tables_two_scales_share_the_coefficients_of_a_method() -> None:
     reduced = {"adv_rounds", "adv_epochs", "width"}  # of generators alone
     for name, preset in whole().items():

@@ -141,6 +141,7 @@ def test_a_run_ends_at_the_fair_optimum(ends: dict[float, Array], q: float) -> N
     np.testing.assert_allclose(ends[q], fair_optimum(q), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_larger_q_makes_the_clients_losses_more_equal(ends: dict[float, Array]) -> None:
     losses = [PROBLEM.losses(ends[q]) for q in ROUNDS]
     spread, worst, mean = ([f.var() for f in losses], [f.max() for f in losses], [f.mean() for f in losses])

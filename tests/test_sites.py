@@ -214,6 +214,7 @@ def test_a_bad_answer_is_dropped_and_changes_nothing_else(tmp_path: Path, change
     assert without.records[0]["accuracy"] == result.records[0]["accuracy"]
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_goes_on_and_sites_that_restarted_too(tmp_path: Path) -> None:
     class Killed(Exception):
         pass
@@ -254,6 +255,7 @@ def test_no_site_hears_of_a_round_before_the_checkpoint_of_the_last_is_on_disk(
     assert len(served(Watched(tmp_path), out, rounds=3).records) == 3
 
 
+@pytest.mark.slow
 def test_another_run_does_not_find_the_state_of_the_one_before(tmp_path: Path) -> None:
     wire = Wire(tmp_path)
     for name in ("one", "two"):

@@ -62,6 +62,7 @@ def test_a_sub_network_of_resnet_equals_the_narrow_network_with_the_same_weights
         torch.testing.assert_close(sub(x), narrow.train()(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in names() if n not in ("bag", "distilbert", "transformer")])
 def test_every_network_has_sub_networks_and_is_itself_again_afterwards(name: str) -> None:
     net = build(name, (3, 32, 32), 10).eval()

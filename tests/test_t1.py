@@ -205,6 +205,7 @@ def all_models(path: Path) -> dict[int, Any]:
     return {k: state for k, state in states.items() if state is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg+t1", "scaffold+t1"])
 def test_resumed_after_every_round_and_in_processes_gives_the_same_bits(
     run_small: RunSmall, tmp_path: Path, name: str

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedstill.core.device import find, on
 from fedstill.core.errors import DataError, FedstillError, SettingError
-from fedstill.core.files import read_json, write_json
+from fedstill.core.files import read_sealed_json, write_sealed_json
 from fedstill.core.store import Store
 from fedstill.core.tree import Message, Tree
 from fedstill.data import sources
@@ -385,20 +385,20 @@ def _number(directory: RunDirectory) -> str:
     """What tells this run from any other, also after a restart: a site's state belongs to one of them."""
     path = directory.path / SERVED
     if not path.exists():
-        write_json(path, {"number": secrets.token_hex(8), "sites": []})
-    return str(read_json(path)["number"])
+        write_sealed_json(path, {"number": secrets.token_hex(8), "sites": []})
+    return run_number(read_sealed_json(path))
 
 
 def _order(directory: RunDirectory, names: Sequence[str]) -> list[str]:
     """Sites in the order in which the run knows them; new ones come last."""
     path = directory.path / SERVED
-    kept = read_json(path)
+    kept = read_sealed_json(path)
     if gone := [name for name in kept["sites"] if name not in names]:
         raise SettingError(f"site {gone[0]} belongs to this run; its key is needed")
     order = [*kept["sites"], *sorted(name for name in names if name not in kept["sites"])]
     if kept["sites"] and len(order) > len(kept["sites"]):
         raise SettingError(f"site {order[-1]} is new: begin another run, for this one has {len(kept['sites'])} sites")
-    write_json(path, kept | {"sites": order})
+    write_sealed_json(path, kept | {"sites": order})
     return order
 
 
@@ -499,7 +499,7 @@ class Site:
                 local = local_training(config.model_copy(update=own.of_its_own()), federation)
                 inside = regional_method(own, config, method)
                 regional.append((task.trained_as(replace(local, steps_per_epoch=count)), inside))
-        store = Store(self._directory / "state" / run_number(run))
+        store = Store(self._directory / "state" / run_number(run), run=run_number(run))
         return Worker(task, federation, method, store, tuple(regional))
 
     def _federation(self, config: Config, run: dict[str, Any]) -> Federation:

@@ -48,8 +48,11 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The value a JSON file holds."""
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    """The value a JSON file holds; DataError if it holds none."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {error}") from error
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -64,14 +67,11 @@ def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
 
 def read_sealed_json(path: Path) -> dict[str, Any]:
     """The object that was written; DataError if the file is damaged. One without a digest is taken as it is."""
-    try:
-        value = read_json(path)
-        if not isinstance(value, dict):
-            raise DataError(f"{path} is damaged: it holds no JSON object")
-        if value.pop("sha256", None) not in (None, _seal_of(value)):
-            raise DataError(f"{path} is not what was written: its digest does not fit; put it back from a copy")
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged: {error}") from error
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise DataError(f"{path} is damaged: it holds no JSON object")
+    if value.pop("sha256", None) not in (None, _seal_of(value)):
+        raise DataError(f"{path} is not what was written: its digest does not fit; put it back from a copy")
     return value
 
 

@@ -28,11 +28,12 @@ _NAME = re.compile(r"(\d{1,18})\.(\d{1,18})\.safetensors", re.ASCII)  # client, 
 class Store:
     """Versions of each client's state under one folder. Without `durable`, they are on disk after `sync`.
 
-    `run` tells this run from others; without it, as in runs of earlier versions, files carry no digests.
+    `run` tells this run from others; without it, as in runs of earlier versions, files carry no digests. `earlier`: an
+    earlier version may have written some of the files.
     """
 
-    def __init__(self, root: Path, *, durable: bool = True, run: str = "") -> None:
-        self.root, self._durable, self.run = root, durable, run
+    def __init__(self, root: Path, *, durable: bool = True, run: str = "", earlier: bool = False) -> None:
+        self.root, self._durable, self.run, self._earlier = root, durable, run, earlier
 
     def read(self, client: int, before: int) -> Tree | None:
         """The newest state that a round earlier than `before` wrote, or None."""
@@ -46,7 +47,12 @@ class Store:
         path = self.path(client, round_)
         try:
             data = path.read_bytes()
-            return tree.unseal(data, self._label(client, round_)) if self.run else (tree.decode(data), "")
+            if not self.run:
+                return tree.decode(data), ""
+            state, digest = tree.unseal(data, self._label(client, round_))
+            if not digest and not self._earlier:
+                raise DataError("it has lost its digest, and may be damaged")
+            return state, digest
         except FileNotFoundError as error:
             raise DataError(f"{path} is missing") from error
         except DataError as error:
@@ -63,12 +69,12 @@ class Store:
         data = tree.seal(state, self._label(client, round_)) if self.run else tree.encode(state)
         write_atomic(path, data, durable=self._durable)
 
-    def sync(self, clients: Iterable[int], since: int) -> list[tuple[int, int, str]]:
-        """Have on disk what rounds after `since` wrote for these clients: client, round and digest of each state."""
+    def sync(self, clients: Iterable[int], since: int, until: int) -> list[tuple[int, int, str]]:
+        """Have on disk what rounds after `since` and `until` that one wrote: client, round and digest of each state."""
         folders, found = set(), []
         for client in clients:
             for round_ in self._rounds(client):
-                if round_ > since:
+                if since < round_ <= until:
                     found.append((client, round_, self._synced(self.path(client, round_))))
                     folders.add(self._folder(client))
         for folder in folders:

@@ -10,16 +10,18 @@ import hashlib
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
+from safetensors.torch import load_file
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedstill.core.device import here
-from fedstill.core.errors import DataError
+from fedstill.core.errors import DataError, in_one_line
 
 Tree = Any
 Message = dict[str, Tensor]
@@ -136,7 +138,7 @@ def decode(data: bytes) -> Tree:
         shape = json.loads(header["__metadata__"]["tree"])
         return _fill(shape, {name: here(tensor) for name, tensor in load_tensors(data).items()})
     except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-        raise DataError(f"damaged data: {error}") from error
+        raise DataError(f"damaged data: {in_one_line(error)}") from error
 
 
 def _fill(node: Tree, tensors: dict[str, Tensor]) -> Tree:
@@ -145,6 +147,14 @@ def _fill(node: Tree, tensors: dict[str, Tensor]) -> Tree:
     if isinstance(node, list):
         return [_fill(v, tensors) for v in node]
     return node
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The named tensors in a safetensors file, such as a model."""
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise DataError(f"{path} is damaged: {in_one_line(error)}") from error
 
 
 def nbytes(tree: Tree) -> int:

@@ -45,10 +45,8 @@ class Cell:
         """What the finished run came to."""
         try:
             found = read_json(self.path / "summary.json")
-        except ValueError as error:
-            raise DataError(
-                f"{self.path}/summary.json is damaged ({error}); delete {self.path} to run it again"
-            ) from error
+        except DataError as error:
+            raise DataError(f"{error}; delete {self.path} to run it again") from error
         if not isinstance(found, dict):
             raise DataError(f"{self.path}/summary.json is not a run's; delete {self.path} to run it again")
         return found

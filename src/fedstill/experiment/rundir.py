@@ -31,7 +31,7 @@ from typing import Any
 
 from fedstill.core import tree
 from fedstill.core.errors import DataError, FedstillError, SettingError
-from fedstill.core.files import GrowingFile, check_file, sha256, sync, write_atomic, write_json
+from fedstill.core.files import GrowingFile, check_file, sha256, sync, write_atomic, write_sealed_json
 from fedstill.core.index import Entries, Entry, Index, newest
 from fedstill.core.store import Store
 from fedstill.core.tree import Tree
@@ -45,6 +45,7 @@ _LOCK = "checkpoints/lock"
 _STANDS_ON = "stands on"  # in a checkpoint: the digests of what else is needed to go on from it
 _LEARNT = ("tokenizer.json", "frozen.txt")  # written before the first round
 _SEAL = "# sha256 of the lines above: "  # the last line of config.toml
+_UNCHECKED = "unchecked"
 _CHECKED_AT_ONCE = 1000  # client states; where there are more, each is checked when it is read
 CLIENTS, SERVER, REGION, MODELS, TEACHERS = 0, 1, 2, -1, -2  # kinds in the index; the stores of regions count on
 DIGESTS = "digests.json"
@@ -53,7 +54,16 @@ _MODELS = "models"
 TENSORBOARD = "tensorboard"
 SERVED = "run.json"
 _FILES = (
-    *(DIGESTS, "summary.json", "metrics.jsonl", "clients.csv", "model.safetensors", "tokenizer.json", "curves.png", "log.txt"),
+    *(
+        DIGESTS,
+        "summary.json",
+        "metrics.jsonl",
+        "clients.csv",
+        "model.safetensors",
+        "tokenizer.json",
+        "curves.png",
+        "log.txt",
+    ),
 )
 
 
@@ -124,8 +134,13 @@ class RunDirectory:
         """Refuse settings that are not those that were written."""
         path = self.path / "config.toml"
         text, seal, digest = path.read_bytes().rpartition(_SEAL.encode())
-        if seal and sha256(text) != digest.decode(errors="replace").strip():
-            raise SettingError(f"{path} is not what was written; put it back, or delete its last line if it is right")
+        if digest.strip() == _UNCHECKED.encode() or (not seal and not self.client_store.run):
+            return
+        if not seal or sha256(text) != digest.decode(errors="replace").strip():
+            raise SettingError(
+                f"{path} is not what was written; put it back, or if a change is meant, let it end in the line "
+                f"'{_SEAL}{_UNCHECKED}'"
+            )
 
     def config(self, *, custom_method: bool = False) -> Config:
         self.check_config()
@@ -164,10 +179,11 @@ class RunDirectory:
 
     def _write_checkpoint(self, round_: int, state: Tree, active: Sequence[int], saved: Sequence[Entry]) -> None:
         """What a checkpoint stands on goes to disk first, so that none is ever there without it."""
-        before = max(self._checkpoint_rounds(), default=0)
+        before = max(self.checkpoint_rounds(), default=0)
         entries = list(saved)
         for kind, store in self._stores().items():
-            entries += [(written, kind, client, digest) for client, written, digest in store.sync(active, since=before)]
+            for client, written, digest in store.sync(active, since=before, until=round_):
+                entries.append((written, kind, client, digest))
         if (metrics := self.path / "metrics.jsonl").exists():
             sync(metrics)
         path, run = self._checkpoint_path(round_), self.client_store.run
@@ -177,10 +193,10 @@ class RunDirectory:
             write_atomic(path, tree.seal(state, _label(run, path)))
         else:  # a run that an earlier version began
             write_atomic(path, tree.encode({name: part for name, part in state.items() if name != _STANDS_ON}))
-        kept = self._checkpoint_rounds()[-_KEPT:]
+        kept = self.checkpoint_rounds()[-_KEPT:]
         for store in self._stores().values():
             store.prune(active, needed=kept[0])
-        for old in self._checkpoint_rounds()[:-_KEPT]:
+        for old in self.checkpoint_rounds()[:-_KEPT]:
             self._checkpoint_path(old).unlink()
 
     def _file_digests(self) -> dict[str, str]:
@@ -192,7 +208,7 @@ class RunDirectory:
 
     def oldest_checkpoint(self) -> int:
         """The earliest round that the run could go back to."""
-        return min(self._checkpoint_rounds(), default=0)
+        return min(self.checkpoint_rounds(), default=0)
 
     def restore(self) -> tuple[int, Tree] | None:
         """The newest checkpoint that is whole, and everything younger than it undone; None: no round is done."""
@@ -201,7 +217,7 @@ class RunDirectory:
         except OSError as error:
             log.warning("the last checkpoint was not written: %s", error)
         problems: dict[Path, Exception] = {}
-        for round_ in reversed(self._checkpoint_rounds()):
+        for round_ in reversed(self.checkpoint_rounds()):
             path = self._checkpoint_path(round_)
             try:
                 state = self.read_checkpoint(round_)
@@ -249,7 +265,7 @@ class RunDirectory:
         return state
 
     def _check_states(self, entries: Entries, round_: int, *, everything: bool) -> None:
-        """Refuse a checkpoint if a state that it stands on is not there, is not what was written, or is one too many."""
+        """Refuse a checkpoint if a state that it stands on is missing, is not what was written, or is one too many."""
         for kind, store in self._stores().items():
             wanted = {int(e["number"]): (int(e["round"]), e["sha256"].tobytes().hex()) for e in newest(entries, [kind])}
             there = store.versions()
@@ -265,7 +281,7 @@ class RunDirectory:
 
     def server_state(self) -> Tree:
         """What the method kept on the server at the newest checkpoint; empty if there is none. Changes nothing."""
-        rounds = self._checkpoint_rounds()
+        rounds = self.checkpoint_rounds()
         return self.read_checkpoint(rounds[-1])["state"] if rounds else {}
 
     def _check_nothing_done(self) -> None:
@@ -285,12 +301,12 @@ class RunDirectory:
         """The end of a run: the digests of all results."""
         digests = {name: digest for name, digest in self._written.items() if (self.path / name).is_file()}
         digests |= self._file_digests() | {"metrics.jsonl": self._metrics.mark()["sha256"]}
-        write_json(self.path / DIGESTS, {"sha256": dict(sorted(digests.items()))})
+        write_sealed_json(self.path / DIGESTS, {"files": dict(sorted(digests.items()))})
 
     def go_back(self, round_: int) -> None:
         """Forget every later round, also its checkpoint."""
         self.settle()
-        for later in self._checkpoint_rounds():
+        for later in self.checkpoint_rounds():
             if later > round_:
                 self._checkpoint_path(later).unlink()
         self._undo_after(round_)
@@ -338,6 +354,21 @@ class RunDirectory:
         """The rounds whose global model was kept, in order."""
         return _numbered(self.path / _MODELS, "round-", ".safetensors")
 
+    def saved_digests(self, round_: int) -> dict[str, dict[Path, str]]:
+        """What the digests of saved models and teachers were when the checkpoint of a round was made."""
+        state = tree.decode(self._checkpoint_path(round_).read_bytes())
+        entries = self.index.check(state[_STANDS_ON]["index"])
+        names = {
+            MODELS: lambda n: f"{_MODELS}/round-{n:06d}.safetensors",
+            TEACHERS: lambda n: f"{_TEACHERS}/episode-{n:04d}.safetensors",
+        }
+        return {
+            folder: {
+                self.path / names[kind](int(e["number"])): e["sha256"].tobytes().hex() for e in newest(entries, [kind])
+            }
+            for kind, folder in ((MODELS, _MODELS), (TEACHERS, _TEACHERS))
+        }
+
     def regional_store(self, region: int) -> Store:
         """What a region's server keeps for single clients."""
         return Store(self.checkpoints / f"server-{region}", durable=False, run=self.client_store.run)
@@ -350,7 +381,8 @@ class RunDirectory:
     def _checkpoint_path(self, round_: int) -> Path:
         return self.checkpoints / f"round-{round_:06d}.safetensors"
 
-    def _checkpoint_rounds(self) -> list[int]:
+    def checkpoint_rounds(self) -> list[int]:
+        """The rounds that have a checkpoint, in order."""
         return sorted(_numbered(self.checkpoints, "round-", ".safetensors"))
 
     def _take_lock(self) -> None:

@@ -499,7 +499,7 @@ class Site:
                 local = local_training(config.model_copy(update=own.of_its_own()), federation)
                 inside = regional_method(own, config, method)
                 regional.append((task.trained_as(replace(local, steps_per_epoch=count)), inside))
-        store = Store(self._directory / "state" / run_number(run), run=run_number(run))
+        store = Store(self._directory / "state" / run_number(run), run=run_number(run), earlier=True)
         return Worker(task, federation, method, store, tuple(regional))
 
     def _federation(self, config: Config, run: dict[str, Any]) -> Federation:

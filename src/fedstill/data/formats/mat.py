@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from fedstill.core.errors import DataError
+from fedstill.core.errors import DataError, in_one_line
 from fedstill.data.formats.decoded import Decoded, Part
 from fedstill.data.formats.idx import DIGITS
 
@@ -22,15 +20,11 @@ def decode(paths: Sequence[Path]) -> Decoded:
 def _read(path: Path) -> Part:
     import scipy.io  # costs every start a tenth of a second, and only SVHN needs it
 
-    damage = (
-        *(OSError, EOFError, ValueError, TypeError, KeyError, IndexError, NotImplementedError, MemoryError),
-        *(OverflowError, zlib.error, struct.error, scipy.io.matlab.MatReadError),
-    )
     try:
         content = scipy.io.loadmat(path, variable_names=["X", "y"])
         images, labels = content["X"], content["y"].reshape(-1).astype(np.int64)
-    except damage as error:
-        raise DataError(f"{path}: damaged, or not a MATLAB file with X and y ({error})") from error
+    except Exception as error:  # SciPy raises of many kinds
+        raise DataError(f"{path}: damaged, or not a MATLAB file with X and y ({in_one_line(error)})") from error
     if images.ndim != 4 or images.shape[2] != 3 or images.dtype != np.uint8 or images.shape[3] != len(labels):
         raise DataError(
             f"{path}: expected X as (height, width, 3, N) bytes with N labels, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,5 +186,5 @@ def _lines(path: Path) -> Iterator[str]:
     try:
         with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
             yield from file
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read as text ({error})") from error

@@ -87,6 +87,8 @@ def _tensor(place: str, array: Array) -> Tensor:
         if told[0] != shape or told[2] != dtype or len(array.data) - stream.tell() != count:
             raise DataError(f"{place}: its {len(array.data):,} bytes do not hold {dtype} of shape {shape}")
         found = np.frombuffer(array.data, dtype, offset=stream.tell()).reshape(shape, order="F" if told[1] else "C")
-    except (ValueError, EOFError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # of NumPy's reader of headers, also tokenize's and the parser's
         raise DataError(f"{place}: {in_one_line(error)}") from error
     return torch.from_numpy(np.array(found, order="C"))

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: install demo test check bench clean
+.PHONY: install demo test check fuzz bench clean
 
 install: $(INSTALLED)
 
@@ -21,6 +21,9 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+fuzz: install
+	$(BIN)/python tools/fuzz.py --seconds 600
 
 bench: .venv/bench
 	$(BIN)/python -m benchmarks

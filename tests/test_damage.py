@@ -299,6 +299,15 @@ def test_a_folder_without_runs_is_not_verified(tmp_path: Path) -> None:
     assert "holds none" in answer.err
 
 
+def test_a_damaged_model_is_not_drawn(undisturbed: Path, tmp_path: Path) -> None:
+    path = copy_of(undisturbed, tmp_path / "run")
+    flip(path / "model.safetensors", 0.9)
+    for words in (("confusion", path), ("distance", path)):
+        answer = fedstill("figure", *words, "--out", tmp_path / "a.png")
+        assert answer.code == 2
+        assert "model.safetensors is not what was written" in answer.err
+
+
 def test_a_run_from_python_carries_digests_too(tmp_path: Path) -> None:
     import fedstill as library
 

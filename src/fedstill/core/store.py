@@ -86,13 +86,13 @@ class Store:
 
     def versions(self) -> set[tuple[int, int]]:
         """Client and round of every state that is there."""
-        return {(client, round_) for _, client, round_ in self._files()}
+        return set(self._files())
 
     def rollback(self, round_: int) -> None:
         """Forget whatever rounds after `round_` wrote."""
-        for path, _, written in self._files():
+        for client, written in list(self._files()):
             if written > round_:
-                path.unlink(missing_ok=True)
+                self.path(client, written).unlink(missing_ok=True)
 
     def prune(self, clients: Iterable[int], needed: int) -> None:
         """Delete versions that no checkpoint from round `needed` on can ask for."""
@@ -130,7 +130,8 @@ class Store:
         found = (_NAME.fullmatch(name) for name in names if name.startswith(mine))
         return [int(match[2]) for match in found if match]
 
-    def _files(self) -> Iterator[tuple[Path, int, int]]:
-        for path in self.root.glob("*/*.safetensors"):
-            if found := _NAME.fullmatch(path.name):
-                yield path, int(found[1]), int(found[2])
+    def _files(self) -> Iterator[tuple[int, int]]:
+        for folder in os.scandir(self.root) if self.root.is_dir() else ():
+            for name in os.listdir(folder) if folder.name.isdecimal() and folder.is_dir() else ():
+                if found := _NAME.fullmatch(name):
+                    yield int(found[1]), int(found[2])

@@ -23,7 +23,7 @@ from fedstill.engine.process import die_with_parent
 from fedstill.experiment import api
 from fedstill.experiment.config import FREE, Config, anchored
 from fedstill.experiment.machine import check_engine, cores, one_thread
-from fedstill.experiment.rundir import Record, RunDirectory
+from fedstill.experiment.rundir import Record, RunDirectory, check_result
 from fedstill.experiment.runner import Listener
 from fedstill.experiment.setup import data_source, load_data, prepare
 
@@ -44,6 +44,7 @@ class Cell:
     def summary(self) -> Record:
         """What the finished run came to."""
         try:
+            check_result(self.path, "summary.json")
             found = read_json(self.path / "summary.json")
         except DataError as error:
             raise DataError(f"{error}; delete {self.path} to run it again") from error
@@ -52,6 +53,7 @@ class Cell:
         return found
 
     def records(self) -> list[Record]:
+        check_result(self.path, "metrics.jsonl")
         return RunDirectory.open(self.path, lock=False).records()
 
     def rounds_done(self) -> int | None:

@@ -31,7 +31,7 @@ from typing import Any
 
 from fedstill.core import tree
 from fedstill.core.errors import DataError, FedstillError, SettingError
-from fedstill.core.files import GrowingFile, check_file, sha256, sync, write_atomic, write_sealed_json
+from fedstill.core.files import GrowingFile, check_file, read_sealed_json, sha256, sync, write_atomic, write_sealed_json
 from fedstill.core.index import Entries, Entry, Index, newest
 from fedstill.core.store import Store
 from fedstill.core.tree import Tree
@@ -267,16 +267,17 @@ class RunDirectory:
     def _check_states(self, entries: Entries, round_: int, *, everything: bool) -> None:
         """Refuse a checkpoint if a state that it stands on is missing, is not what was written, or is one too many."""
         for kind, store in self._stores().items():
-            wanted = {int(e["number"]): (int(e["round"]), e["sha256"].tobytes().hex()) for e in newest(entries, [kind])}
-            there = store.versions()
+            last = newest(entries, [kind])
+            wanted, there = dict(zip(last["number"].tolist(), last["round"].tolist(), strict=True)), store.versions()
             for client, written in there:
-                if written <= round_ and written > wanted.get(client, (0, ""))[0]:
+                if wanted.get(client, 0) < written <= round_:
                     raise DataError(f"{store.path(client, written)} is not of this run")
-            contents = everything or len(wanted) <= _CHECKED_AT_ONCE
-            for client, (written, digest) in wanted.items():
+            for client, written in wanted.items():
                 if (client, written) not in there:
                     raise DataError(f"{store.path(client, written)} is missing")
-                if contents and store.check(client, written)[1] != digest:
+            for entry in last if everything or len(last) <= _CHECKED_AT_ONCE else ():
+                client, written = int(entry["number"]), int(entry["round"])
+                if store.check(client, written)[1] != entry["sha256"].tobytes().hex():
                     raise DataError(f"{store.path(client, written)} is not of this run")
 
     def server_state(self) -> Tree:
@@ -444,6 +445,14 @@ def _lines(data: bytes) -> list[tuple[bytes, Record]]:
             break
         found.append((line, record))
     return found
+
+
+def check_result(path: Path, name: str) -> None:
+    """Refuse a result of a finished run that is not what was written, where the run has digests; else DataError."""
+    if (path / DIGESTS).exists():
+        digests = read_sealed_json(path / DIGESTS).get("files")
+        if isinstance(digests, dict) and name in digests:
+            check_file(path / name, digests[name])
 
 
 def check_place(path: Path, *, force: bool) -> None:

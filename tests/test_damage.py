@@ -27,7 +27,7 @@ ROUNDS = 4
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(METHOD, tmp_path_factory.mktemp("whole") / "run", rounds=ROUNDS, save_models=1, checkpoint_every=1)
+    return run(METHOD, tmp_path_factory.mktemp("whole") / "run", rounds=ROUNDS, save_models=1)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of which three of four rounds are done."""
     path = tmp_path_factory.mktemp("broken") / "run"
     with interrupted_after(3):
-        fedstill("run", METHOD, *short(out=path, rounds=ROUNDS, save_models=1, checkpoint_every=1))
+        fedstill("run", METHOD, *short(out=path, rounds=ROUNDS))
     return path
 
 
@@ -62,8 +62,7 @@ def named(text: str, name: str, path: Path) -> bool:
 @pytest.mark.parametrize(
     "harm",
     [
-        *(pytest.param(lambda p, at=at: flip(p, at), id=f"flipped at {at}") for at in (0.0, 0.3, 0.7, 1.0)),
-        pytest.param(lambda p: cut(p, 0.0), id="emptied"),
+        *(pytest.param(lambda p, at=at: flip(p, at), id=f"flipped at {at}") for at in (0.3, 1.0)),
         pytest.param(lambda p: cut(p, 0.6), id="cut off"),
         pytest.param(lambda p: p.unlink(), id="deleted"),
     ],

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from fedstill.core import tree
 from fedstill.core.errors import DataError
-from fedstill.data.formats import arrays, cifar, idx, images, text
+from fedstill.data.formats import arrays, cifar, idx, images, mat, text
 from fedstill.flower.records import from_records
 
 INPUTS = 40  # of each reader
@@ -126,6 +126,28 @@ def test_an_idx_file_is_not_unpacked_beyond_what_it_claims(tmp_path: Path) -> No
     (tmp_path / "bomb").write_bytes(gzip.compress(b"\0\0\x08\x03" + b"\xff" * 12))
     with pytest.raises(DataError, match="it claims 3 axes"):
         idx.read(tmp_path / "bomb")
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_matlab_file_is_read_as_scipy_does_and_may_lie_about_its_lengths(tmp_path: Path, compressed: bool) -> None:
+    import scipy.io
+
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 5, 3, 6), np.uint8)
+    other = {"s": "text", "c": np.array([1j]), "i": np.arange(3, dtype=np.int16)}
+    path = tmp_path / "a.mat"
+    scipy.io.savemat(
+        path, {"X": pixels, "y": np.array([[1.0], [10], [2], [3], [4], [5]]), **other}, do_compression=compressed
+    )
+    found = mat._variables(path.read_bytes())
+    assert found.keys() == {"X", "y", "i"}
+    for name, values in found.items():
+        expected = scipy.io.loadmat(path)[name]
+        assert values.dtype == expected.dtype
+        assert np.array_equal(values, expected)
+    whole = path.read_bytes()
+    for at in range(128, 250):
+        path.write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
+        assert fuzz.attempt(fuzz.Target("mat", [], lambda _: mat.decode([path, path])), b"") is None
 
 
 def test_a_line_of_text_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ printed with the seed that shows it again, and the input is kept in the folder t
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gzip
 import io
 import json
@@ -480,7 +481,9 @@ def attempt(target: Target, data: bytes) -> Finding | None:
         return None
     except Overtime:
         return Finding(target.name, data, f"more than {SECONDS} s", traceback.format_exc())
-    except Exception as error:  # noqa: BLE001 - this is what is looked for
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - this is what is looked for; a panic of Rust's is no Exception
         return Finding(target.name, data, f"{type(error).__name__}: {error}"[:300], traceback.format_exc())
     return None
 
@@ -507,6 +510,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names of readers, separated by commas")
     given = parser.parse_args()
     quiet()
+    faulthandler.enable()  # a crash of native code ends this loop: it shows which reader it was
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.RLIM_INFINITY))
 

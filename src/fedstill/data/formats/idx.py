@@ -26,6 +26,7 @@ EMNIST_BALANCED = (*string.digits, *string.ascii_uppercase, *"abdefghnqrt")
 EMNIST_BYCLASS = (*string.digits, *string.ascii_uppercase, *string.ascii_lowercase)
 
 UNSIGNED_BYTE = 0x08
+_RATIO = 1032  # to which gzip can pack, at most
 _MOST_AXES, _LARGEST = 8, 2**33  # of a dataset that this could be
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -39,7 +40,8 @@ def read(path: Path) -> Array:
         with opened(path, "rb") as file:
             shape = _shape(path, file)
             count = math.prod(shape)
-            values = file.read(count + 1)  # of a packed file, no more than it says that it holds
+            # Of a packed file no more than it says that it holds; and memory only for what it can hold.
+            values = file.read(1 + min(count, path.stat().st_size * (_RATIO if packed else 1)))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: damaged or truncated ({error})") from error
     if len(values) != count:

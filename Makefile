@@ -4,7 +4,7 @@ INSTALLED := .venv/installed
 # Of pytest-xdist's schedulers, this one goes on when a test kills its process; tests beside each other stay together.
 PARALLEL := -n 2 --dist worksteal --max-worker-restart 4
 
-.PHONY: install demo test test-fast check bench clean
+.PHONY: install demo test test-fast check fuzz bench clean
 
 install: $(INSTALLED)
 
@@ -26,6 +26,9 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+fuzz: install
+	$(BIN)/python tools/fuzz.py --seconds 600
 
 bench: .venv/bench
 	$(BIN)/python -m benchmarks

@@ -85,6 +85,15 @@ def assert_same_run(path: Path, other: Path) -> None:
     assert metrics(path) == metrics(other)
 
 
+def change_settings(path: Path, before: str, after: str) -> None:
+    """Change a run's config.toml, and say there that this is meant."""
+    config = path / "config.toml"
+    *lines, seal = config.read_text().splitlines(keepends=True)
+    text = "".join(lines)
+    assert before in text
+    config.write_text(text.replace(before, after) + seal.partition(":")[0] + ": unchecked\n")
+
+
 @contextmanager
 def interrupted_after(round_: int, error: BaseException | None = None) -> Iterator[None]:
     """Stop what runs here after this round, as Ctrl-C would."""

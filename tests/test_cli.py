@@ -85,7 +85,7 @@ def test_a_run_leaves_the_documented_files(finished: Path) -> None:
     expected = {"config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "checkpoints", "log.txt"}
     left = {p.name for p in finished.iterdir()}
     assert expected <= left
-    assert left - expected == {"clients.csv", "curves.png"}
+    assert left - expected == {"clients.csv", "curves.png", "digests.json"}
     assert not [p for p in finished.rglob("*") if p.name.endswith(".tmp")]
 
 
@@ -182,7 +182,7 @@ def test_the_dry_runs_toml_reproduces_the_run(tmp_path: Path) -> None:
     assert fedstill("run", "fedprox", *words, "--out", tmp_path / "first").code == 0
     assert fedstill("run", config, "--out", tmp_path / "second").code == 0
     assert_same_run(tmp_path / "second", tmp_path / "first")
-    assert (tmp_path / "second" / "config.toml").read_text() == config.read_text()
+    assert (tmp_path / "second" / "config.toml").read_text().startswith(config.read_text())
 
 
 def test_the_config_of_a_run_directory_repeats_the_run(finished: Path, tmp_path: Path) -> None:

@@ -18,7 +18,18 @@ from typing import Any
 
 import pytest
 import torch
-from commandline import SHORT, Answer, assert_same_run, fedstill, interrupted_after, metrics, model, run, short
+from commandline import (
+    SHORT,
+    Answer,
+    assert_same_run,
+    change_settings,
+    fedstill,
+    interrupted_after,
+    metrics,
+    model,
+    run,
+    short,
+)
 from guards import start
 
 import fedstill as library
@@ -378,9 +389,7 @@ def test_too_few_good_clients_stop_the_run_and_its_checkpoint_is_kept(
 @pytest.mark.parametrize(("before", "after"), [("seed = 0", "seed = 1"), ("lr = 0.05", "lr = 0.5")])
 def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path, before: str, after: str) -> None:
     path = run("fedavg", tmp_path / "run", rounds=1)
-    config = path / "config.toml"
-    assert before in config.read_text()
-    config.write_text(config.read_text().replace(before, after))
+    change_settings(path, before, after)
     name = before.partition(" ")[0]
     assert message(fedstill("resume", path, "--rounds", 2)).startswith(f"{name} was ")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from commandline import change_settings
 from conftest import RunSmall, weights
 from torch import nn
 
@@ -64,7 +65,6 @@ def test_learning_in_bfloat16_is_nearly_as_good(run_small: RunSmall) -> None:
 
 def test_a_run_cannot_go_on_in_another_precision(run_small: RunSmall, tmp_path: Any) -> None:
     run_small(rounds=1, out=tmp_path / "run")
-    config = tmp_path / "run" / "config.toml"
-    config.write_text(config.read_text().replace('precision = "float32"', 'precision = "bfloat16"'))
+    change_settings(tmp_path / "run", 'precision = "float32"', 'precision = "bfloat16"')
     with pytest.raises(fedstill.SettingError, match="precision was 'float32'"):
         fedstill.resume(tmp_path / "run", rounds=2)

@@ -55,7 +55,7 @@ def after_rounds(path: Path, rounds: int, every: int = 1) -> RunDirectory:
 def test_a_new_directory_holds_its_configuration(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "deep" / "run", CONFIG)
     assert run.config() == CONFIG
-    assert files(run.path) == {"config.toml", "checkpoints/lock"}
+    assert files(run.path) == {"config.toml", "checkpoints/lock", "checkpoints/index"}
     assert run.records() == []
     assert run.restore() is None
 
@@ -145,6 +145,7 @@ def test_two_checkpoints_are_kept_and_the_client_state_they_need(tmp_path: Path)
     run = after_rounds(tmp_path / "run", 5)
     assert files(run.checkpoints) == {
         "lock",
+        "index",
         "round-000004.safetensors",
         "round-000005.safetensors",
         "clients/0/5.4.safetensors",

@@ -416,6 +416,14 @@ def show(
 
 
 @app.command(rich_help_panel="Look")
+def verify(
+    directories: Annotated[list[Path], typer.Argument(help="Run directories, or folders that hold some.")],
+) -> None:
+    """Check that runs, finished or under way, still are what was written; exit 1 if not."""
+    raise typer.Exit(_commands("verify").verify(directories))
+
+
+@app.command(rich_help_panel="Look")
 def report(
     directories: Annotated[list[Path], typer.Argument(help="Run directories, or folders that hold some.")],
     out: Annotated[Path, typer.Option(help="The page, one file.")] = Path("report.html"),

@@ -13,7 +13,7 @@ import numpy as np
 from rich.progress import track
 
 from fedstill.cli import commands
-from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.core.files import read_json, write_atomic
 from fedstill.data.federation import Federation
 from fedstill.experiment import toy as toys
@@ -381,8 +381,11 @@ def _run(path: Path) -> Run:
 
 
 def _accuracies(file: Path) -> list[tuple[int, float]]:
-    with file.open(newline="") as rows:
-        return [(int(r["test_samples"]), float(r["accuracy"])) for r in csv.DictReader(rows) if r["accuracy"]]
+    try:
+        with file.open(newline="") as rows:
+            return [(int(r["test_samples"]), float(r["accuracy"])) for r in csv.DictReader(rows) if r["accuracy"]]
+    except (ValueError, TypeError, KeyError, csv.Error) as error:
+        raise DataError(f"{file} is damaged: {error}") from error
 
 
 def _done(out: Path) -> None:

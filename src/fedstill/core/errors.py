@@ -28,3 +28,8 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> SettingError:
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     hint = "did you mean " + " or ".join(map(repr, close)) + "?" if close else "known: " + ", ".join(known)
     return SettingError(f"unknown {kind} {name!r}; {hint}")
+
+
+def in_one_line(error: BaseException) -> str:
+    """What an error says, without its line breaks, and not more than a few hundred characters."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import secrets
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from fedstill.core.errors import DataError
 
 
 @contextmanager
@@ -65,10 +68,98 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The value a JSON file holds."""
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    """The value a JSON file holds; DataError if it holds none."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {error}") from error
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write a value as readable JSON, atomically; NaN and infinity, which JSON lacks, are refused."""
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object that carries its digest, for `read_sealed_json`."""
+    write_json(path, value | {"sha256": _seal_of(value)})
+
+
+def read_sealed_json(path: Path) -> dict[str, Any]:
+    """The object that was written; DataError if the file is damaged. One without a digest is taken as it is."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise DataError(f"{path} is damaged: it holds no JSON object")
+    if value.pop("sha256", None) not in (None, _seal_of(value)):
+        raise DataError(f"{path} is not what was written: its digest does not fit; put it back from a copy")
+    return value
+
+
+def _seal_of(value: dict[str, Any]) -> str:
+    return sha256(json.dumps({k: v for k, v in value.items() if k != "sha256"}, sort_keys=True).encode())
+
+
+def sha256(data: bytes) -> str:
+    """The digest of some bytes, as text."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def check_file(path: Path, digest: str) -> bytes:
+    """The content of a file that must have this digest; DataError if it has not, or is not there."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing") from error
+    if sha256(data) != digest:
+        raise DataError(f"{path} is not what was written: its digest does not fit")
+    return data
+
+
+class GrowingFile:
+    """A file that only grows, and the digest of what was written to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._size = 0
+        self._hash: Any = None  # of all bytes, once it is known
+
+    def append(self, data: bytes) -> None:
+        """More bytes, on disk after `sync`."""
+        self._load()
+        with naming(self.path), self.path.open("ab") as file:
+            file.write(data)
+        self._hash.update(data)
+        self._size += len(data)
+
+    def mark(self) -> dict[str, Any]:
+        """What `check` compares the file with, however it has grown since."""
+        self._load()
+        return {"bytes": self._size, "sha256": self._hash.hexdigest()}
+
+    def check(self, mark: dict[str, Any]) -> bytes:
+        """The bytes that were there at a mark; DataError if they are not there now."""
+        data = self._read()[: mark["bytes"]]
+        if len(data) < mark["bytes"]:
+            found = f"cut off after {len(data)} of {mark['bytes']} bytes" if self.path.exists() else "missing"
+            raise DataError(f"{self.path} is {found}")
+        if sha256(data) != mark["sha256"]:
+            raise DataError(f"{self.path} is not what was written: its digest does not fit")
+        return data
+
+    def replace(self, data: bytes) -> None:
+        """Have this content, and no other."""
+        if not self.path.exists() or self._read() != data:
+            write_atomic(self.path, data)
+        self._size, self._hash = len(data), hashlib.sha256(data)
+
+    def forget(self) -> None:
+        """The file is another now."""
+        self._size, self._hash = 0, None
+
+    def _load(self) -> None:
+        if self._hash is None:
+            data = self._read()
+            self._size, self._hash = len(data), hashlib.sha256(data)
+
+    def _read(self) -> bytes:
+        return self.path.read_bytes() if self.path.exists() else b""

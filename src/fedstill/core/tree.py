@@ -6,24 +6,31 @@ safetensors, with the shape of the tree as JSON in the header, so reading one ca
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
+from safetensors.torch import load_file
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedstill.core.device import here
-from fedstill.core.errors import DataError
+from fedstill.core.errors import DataError, in_one_line
 
 Tree = Any
 Message = dict[str, Tensor]
 """What crosses between client and server: tensors with names. A whole network is one flat vector."""
 
 _TENSOR = "$tensor"
+_DIGEST = re.compile(rb'"sha256":"([0-9a-f]{64})"')  # in the header; within strings the quotes would be escaped
+_BLANK = b"0" * 64
+_HEADER = 100_000_000  # bytes that safetensors allows for it
 
 
 def encode(tree: Tree) -> bytes:
@@ -32,9 +39,60 @@ def encode(tree: Tree) -> bytes:
     >>> decode(encode({"w": torch.ones(2), "rounds": [1, 2]}))
     {'w': tensor([1., 1.]), 'rounds': [1, 2]}
     """
+    return _encoded(tree, {})
+
+
+def _encoded(tree: Tree, metadata: dict[str, str]) -> bytes:
     tensors: dict[str, Tensor] = {}
     shape = json.dumps(_strip(tree, tensors, set()))
-    return save_tensors(tensors, metadata={"tree": shape})
+    return save_tensors(tensors, metadata={"tree": shape, **metadata})
+
+
+def seal(tree: Tree, label: str) -> bytes:
+    """The tree as bytes that carry a digest of themselves and of a label, which says what they are and whose.
+
+    >>> unseal(seal({"rounds": 2}, "client 5"), "client 5")[0]
+    {'rounds': 2}
+    """
+    data = _encoded(tree, {"sha256": _BLANK.decode()})
+    digest = _digest(data, label)[1].encode()
+    found = _DIGEST.search(data, 0, header_size(data))
+    assert found
+    view = memoryview(data)
+    return b"".join([view[: found.start(1)], digest, view[found.end(1) :]])
+
+
+def unseal(data: bytes, label: str) -> tuple[Tree, str]:
+    """The tree that was sealed under this label, and its digest; empty if the bytes have none.
+
+    DataError if these are other bytes than were sealed, or under another label.
+    """
+    carried, found = _digest(data, label)
+    if carried != found:
+        raise DataError("its digest does not fit: it is damaged, or the file of something else")
+    return decode(data), carried
+
+
+def header_size(data: bytes) -> int:
+    """Bytes of the header with its length, as its first 8 bytes say."""
+    return 8 + min(int.from_bytes(data[:8], "little"), _HEADER)
+
+
+def carried_digest(header: bytes) -> str:
+    """The digest in the header of a sealed tree; empty if there is none."""
+    found = _DIGEST.search(header)
+    return found[1].decode() if found else ""
+
+
+def _digest(data: bytes, label: str) -> tuple[str, str]:
+    """The digest that bytes carry, and the one that they should; both empty if they carry none."""
+    found = _DIGEST.search(data, 0, header_size(data))
+    if not found:
+        return "", ""
+    computed, view = hashlib.sha256(label.encode() + b"\0"), memoryview(data)
+    for part in (view[: found.start(1)], _BLANK, view[found.end(1) :]):
+        computed.update(part)
+    return found[1].decode(), computed.hexdigest()
 
 
 def copied(node: Tree) -> Tree:
@@ -80,7 +138,7 @@ def decode(data: bytes) -> Tree:
         shape = json.loads(header["__metadata__"]["tree"])
         return _fill(shape, {name: here(tensor) for name, tensor in load_tensors(data).items()})
     except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-        raise DataError(f"damaged data: {error}") from error
+        raise DataError(f"damaged data: {in_one_line(error)}") from error
 
 
 def _fill(node: Tree, tensors: dict[str, Tensor]) -> Tree:
@@ -89,6 +147,14 @@ def _fill(node: Tree, tensors: dict[str, Tensor]) -> Tree:
     if isinstance(node, list):
         return [_fill(v, tensors) for v in node]
     return node
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The named tensors in a safetensors file, such as a model."""
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise DataError(f"{path} is damaged: {in_one_line(error)}") from error
 
 
 def nbytes(tree: Tree) -> int:

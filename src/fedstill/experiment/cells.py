@@ -23,7 +23,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.experiment import api
 from fedstill.experiment.config import FREE, Config, anchored
 from fedstill.experiment.machine import check_engine, cores, one_thread
-from fedstill.experiment.rundir import Record, RunDirectory
+from fedstill.experiment.rundir import Record, RunDirectory, check_result
 from fedstill.experiment.runner import Listener
 from fedstill.experiment.setup import data_source, load_data, prepare
 
@@ -44,16 +44,16 @@ class Cell:
     def summary(self) -> Record:
         """What the finished run came to."""
         try:
+            check_result(self.path, "summary.json")
             found = read_json(self.path / "summary.json")
-        except ValueError as error:
-            raise DataError(
-                f"{self.path}/summary.json is damaged ({error}); delete {self.path} to run it again"
-            ) from error
+        except DataError as error:
+            raise DataError(f"{error}; delete {self.path} to run it again") from error
         if not isinstance(found, dict):
             raise DataError(f"{self.path}/summary.json is not a run's; delete {self.path} to run it again")
         return found
 
     def records(self) -> list[Record]:
+        check_result(self.path, "metrics.jsonl")
         return RunDirectory.open(self.path, lock=False).records()
 
     def rounds_done(self) -> int | None:

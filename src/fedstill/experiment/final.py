@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from fedstill.core import seeds
 from fedstill.core.errors import SettingError
+from fedstill.core.tree import read_tensors
 from fedstill.core.weights import FlatNet
 from fedstill.data.partition import IntArray
 from fedstill.experiment.config import Config, is_object
 from fedstill.experiment.evaluation import confusion_matrix
 from fedstill.experiment.machine import one_thread
-from fedstill.experiment.rundir import RunDirectory
+from fedstill.experiment.rundir import RunDirectory, check_result
 from fedstill.experiment.setup import prepare_again
 from fedstill.models.base import Wrapped
 from fedstill.train.evaluate import mean_loss, predict, require_features
@@ -90,8 +90,10 @@ def read_weights(path: Path, task: Task) -> Tensor:
     """model.safetensors as the vector that the task's networks load."""
     net = task.build()
     module = net.module.module if isinstance(net.module, Wrapped) else net.module
+    check_result(path, "model.safetensors")
+    tensors = read_tensors(path / "model.safetensors")
     try:
-        missing, _ = module.load_state_dict(load_file(path / "model.safetensors"), strict=False)
+        missing, _ = module.load_state_dict(tensors, strict=False)
     except RuntimeError as error:
         raise SettingError(f"{path}/model.safetensors is not a model of its config.toml: {error}") from error
     if lacking := [name for name in missing if task.buffers == "average" or not name.endswith(_STATISTICS)]:
@@ -124,10 +126,11 @@ def distances(path: Path) -> dict[int, float]:
         raise SettingError(f"{path} has no models of past rounds; run it with --set save_models=1")
     if not final.is_file():
         raise SettingError(f"{path} has no final model yet; continue it with 'fedstill resume {path}'")
-    end = load_file(final)
+    check_result(path, final.name)
+    end = read_tensors(final)
     found = {}
     for round_, file in saved.items():
-        state = load_file(file)
+        state = read_tensors(file)
         names = [name for name in end if not name.endswith(_STATISTICS)]
         found[round_] = sum(float((state[n].double() - end[n].double()).square().sum()) for n in names)
     return found

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedstill.core.errors import SettingError, unknown
+from fedstill.core.errors import SettingError, in_one_line, unknown
 from fedstill.experiment.config import Config, resolve
 from fedstill.methods import registry
 
@@ -125,15 +125,27 @@ def load(name: str) -> Preset:
     """A preset by name."""
     if name not in names():
         raise unknown("preset", name, names())
+    return parsed(name, files("fedstill.presets").joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def parsed(name: str, text: str) -> Preset:
+    """The preset that a file holds."""
     try:
-        return Preset.model_validate(_read(name))
-    except (ValidationError, tomllib.TOMLDecodeError) as error:
-        raise SettingError(f"preset {name}: {error}") from error
+        return Preset.model_validate(_whole(tomllib.loads(text)))
+    except ValidationError as error:
+        raise SettingError(f"preset {name}: {registry.explain(error)}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SettingError(f"preset {name} is damaged: {in_one_line(error)}") from error
 
 
 def _read(name: str) -> dict[str, Any]:
+    if name not in names():
+        raise unknown("preset", name, names())
+    return _whole(tomllib.loads(files("fedstill.presets").joinpath(f"{name}.toml").read_text(encoding="utf-8")))
+
+
+def _whole(own: dict[str, Any]) -> dict[str, Any]:
     """A preset's file, with what it has from the one it is like."""
-    own = tomllib.loads(files("fedstill.presets").joinpath(f"{name}.toml").read_text(encoding="utf-8"))
     base = {key: value for key, value in (_read(own["like"]) if "like" in own else {}).items() if key in _PASSED_ON}
     if "sweep" in own and "cpu" in base:  # which was a part of the other sweep
         base["cpu"] = {key: value for key, value in base["cpu"].items() if key != "sweep"}

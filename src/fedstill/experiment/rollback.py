@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedstill.core.errors import DataError, FedstillError, SettingError
-from fedstill.core.files import read_json, write_json
+from fedstill.core.files import read_sealed_json, write_sealed_json
 from fedstill.experiment.config import read_toml
 from fedstill.experiment.rundir import SERVED, RunDirectory
 from fedstill.experiment.shares import COUNTS
@@ -49,18 +49,18 @@ def rollback(path: Path, to: int) -> int:
 
 def _note(path: Path, to: int) -> None:
     """Sites must not repeat an answer to a round that is forgotten, nor go on from it."""
-    kept = read_json(path)
+    kept = read_sealed_json(path)
     if to == 0:
         kept |= {"number": secrets.token_hex(8), "sites": [], ROLLBACKS: []}
-    write_json(path, kept | {ROLLBACKS: [*kept.get(ROLLBACKS, []), to]})
+    write_sealed_json(path, kept | {ROLLBACKS: [*kept.get(ROLLBACKS, []), to]})
 
 
 def unseen(rollbacks: Sequence[int], path: Path) -> int | None:
     """The round to go back to with a server that went back to these, unless `path` says that it was done."""
-    done = read_json(path)[ROLLBACKS] if path.exists() else 0
+    done = read_sealed_json(path)[ROLLBACKS] if path.exists() else 0
     return min(rollbacks[done:], default=None)
 
 
 def seen(rollbacks: Sequence[int], path: Path) -> None:
     """Note that it was done."""
-    write_json(path, {ROLLBACKS: len(rollbacks)})
+    write_sealed_json(path, {ROLLBACKS: len(rollbacks)})

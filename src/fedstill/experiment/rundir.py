@@ -3,13 +3,14 @@
 config.toml         every setting; `fedstill run config.toml` repeats the run
 metrics.jsonl       one JSON object a round
 summary.json        best and final numbers, cost, versions; there when the run is finished
+digests.json        the digests of the results, written last; `fedstill verify` checks them and everything else
 clients.csv         each client's samples and its accuracy under the final model
 model.safetensors   the final model as named tensors
 tokenizer.json      what made tokens of text, where the data are text
 curves.png          the learning curves, where the command line drew them
 models/             the global model after some of the rounds, if the run was to save them
 teachers/           the models that met at each episode's end, if the run was to save them
-checkpoints/        the last rounds' server state (keep_checkpoints), and the clients' own
+checkpoints/        the last rounds' server state (keep_checkpoints), the clients' own, and an index with their digests
 tensorboard/        events for TensorBoard, if they were asked for
 run.json            the run's number and its sites, if its clients are elsewhere
 counts.json         how much each of them said it holds, when it joined
@@ -31,7 +32,8 @@ from typing import Any
 
 from fedstill.core import tree
 from fedstill.core.errors import DataError, FedstillError, SettingError
-from fedstill.core.files import naming, sync, write_atomic
+from fedstill.core.files import GrowingFile, check_file, read_sealed_json, sha256, sync, write_atomic, write_sealed_json
+from fedstill.core.index import Entries, Entry, Index, newest
 from fedstill.core.store import Store
 from fedstill.core.tree import Tree
 from fedstill.experiment.config import Config, read_toml, resolve
@@ -41,13 +43,29 @@ log = logging.getLogger(__name__)
 Record = dict[str, Any]
 _KEPT = 2
 _LOCK = "checkpoints/lock"
+_STANDS_ON = "stands on"  # in a checkpoint: the digests of what else is needed to go on from it
+_LEARNT = ("tokenizer.json", "frozen.txt")  # written before the first round
+_SEAL = "# sha256 of the lines above: "  # the last line of config.toml
+_UNCHECKED = "unchecked"
+_CHECKED_AT_ONCE = 1000  # client states; where there are more, each is checked when it is read
+CLIENTS, SERVER, REGION, MODELS, TEACHERS = 0, 1, 2, -1, -2  # kinds in the index; the stores of regions count on
+DIGESTS = "digests.json"
 _TEACHERS = "teachers"
 _MODELS = "models"
 TENSORBOARD = "tensorboard"
 SERVED = "run.json"
 _RESULTS = ("summary.json", "clients.csv", "model.safetensors", "curves.png")
 _FILES = (
-    *("summary.json", "metrics.jsonl", "clients.csv", "model.safetensors", "tokenizer.json", "curves.png", "log.txt"),
+    *(
+        DIGESTS,
+        "summary.json",
+        "metrics.jsonl",
+        "clients.csv",
+        "model.safetensors",
+        "tokenizer.json",
+        "curves.png",
+        "log.txt",
+    ),
 )
 
 
@@ -61,6 +79,10 @@ class RunDirectory:
         self.server_store = Store(self.checkpoints / "server", durable=False)
         self.keep = _KEPT  # how many checkpoints, the newest ones
         self.pinned: Callable[[int], bool] = lambda round_: False  # whether an older one is kept too
+        self.index = Index(self.checkpoints / "index")
+        self._metrics = GrowingFile(path / "metrics.jsonl")
+        self._saved: list[Entry] = []  # models that the next checkpoint's index names
+        self._written: dict[str, str] = {}  # digests of files
         self._lock: int | None = None
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
@@ -74,6 +96,7 @@ class RunDirectory:
         try:
             run._clear()
             run.write_config(config)
+            run._begin_index()
         except BaseException:
             run.release()
             raise
@@ -87,7 +110,19 @@ class RunDirectory:
         run = cls(path)
         if lock:
             run._take_lock()
+        try:
+            run._set_run(run.index.run())
+        except BaseException:
+            run.release()
+            raise
         return run
+
+    def _begin_index(self) -> None:
+        self.index.create()
+        self._set_run(self.index.run())
+
+    def _set_run(self, number: str) -> None:
+        self.client_store.run = self.server_store.run = number
 
     @property
     def served(self) -> bool:
@@ -96,23 +131,29 @@ class RunDirectory:
 
     def write_config(self, config: Config) -> None:
         """Set the settings of a run, or change those of one that goes on."""
-        write_atomic(self.path / "config.toml", config.toml())
+        text = config.toml()
+        write_atomic(self.path / "config.toml", f"{text}{_SEAL}{sha256(text.encode())}\n")
+
+    def check_config(self) -> None:
+        """Refuse settings that are not those that were written."""
+        path = self.path / "config.toml"
+        text, seal, digest = path.read_bytes().rpartition(_SEAL.encode())
+        if digest.strip() == _UNCHECKED.encode() or (not seal and not self.client_store.run):
+            return
+        if not seal or sha256(text) != digest.decode(errors="replace").strip():
+            raise SettingError(
+                f"{path} is not what was written; put it back, or if a change is meant, let it end in the line "
+                f"'{_SEAL}{_UNCHECKED}'"
+            )
 
     def config(self, *, custom_method: bool = False) -> Config:
+        self.check_config()
         return resolve(read_toml(self.path / "config.toml"), custom_method=custom_method)
 
     def records(self) -> list[Record]:
         """The rounds in metrics.jsonl. A line cut short by a crash, and what follows it, is left out."""
-        records: list[Record] = []
         path = self.path / "metrics.jsonl"
-        if not path.exists():
-            return records
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                break
-        return records
+        return [record for _, record in _lines(path.read_bytes())] if path.exists() else []
 
     def check_rounds(self, rounds: int) -> None:
         """Refuse an end of the run that lies before the rounds already done."""
@@ -126,9 +167,7 @@ class RunDirectory:
     def append(self, record: Record) -> None:
         """One more line of metrics.jsonl, on disk when the next checkpoint is, and not there before the last one is."""
         self.settle()
-        path = self.path / "metrics.jsonl"
-        with naming(path), path.open("a") as file:
-            file.write(to_json(record) + "\n")
+        self._metrics.append((to_json(record) + "\n").encode())
 
     def checkpoint(self, round_: int, state: Tree, active: Iterable[int]) -> None:
         """Keep the server's state after a round, and forget what only older checkpoints needed.
@@ -138,7 +177,11 @@ class RunDirectory:
         """
         self.settle()  # one at a time, so that no more than one waits in memory
         self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
-        self._writing = self._writer.submit(self._write_checkpoint, round_, tree.copied(state), list(active))
+        stands_on = {"metrics": self._metrics.mark(), "files": self._file_digests()}
+        saved, self._saved = self._saved, []
+        self._writing = self._writer.submit(
+            self._write_checkpoint, round_, tree.copied(state) | {_STANDS_ON: stands_on}, list(active), saved
+        )
 
     def settle(self) -> None:
         """Have the last checkpoint on disk when this returns."""
@@ -147,20 +190,35 @@ class RunDirectory:
             done, self._writing = self._writing, None
             done.result()
 
-    def _write_checkpoint(self, round_: int, state: Tree, active: Sequence[int]) -> None:
-        """What a checkpoint rests on goes to disk first, so that none is ever there without it."""
+    def _write_checkpoint(self, round_: int, state: Tree, active: Sequence[int], saved: Sequence[Entry]) -> None:
+        """What a checkpoint stands on goes to disk first, so that none is ever there without it."""
         before = max(self.checkpoint_rounds(), default=0)
-        for store in self._stores():
-            store.sync(active, since=before)
+        entries = list(saved)
+        for kind, store in self._stores().items():
+            for client, written, digest in store.sync(active, since=before, until=round_):
+                entries.append((written, kind, client, digest))
         if (metrics := self.path / "metrics.jsonl").exists():
             sync(metrics)
-        write_atomic(self._checkpoint_path(round_), tree.encode(state))
+        path, run = self._checkpoint_path(round_), self.client_store.run
+        if run:
+            self.index.append(entries)
+            state[_STANDS_ON]["index"] = self.index.mark()
+            write_atomic(path, tree.seal(state, _label(run, path)))
+        else:  # a run that an earlier version began
+            write_atomic(path, tree.encode({name: part for name, part in state.items() if name != _STANDS_ON}))
         rounds = self.checkpoint_rounds()
         kept = [r for r in rounds if r in rounds[-self.keep :] or self.pinned(r)]
-        for store in self._stores():
+        for store in self._stores().values():
             store.prune(active, needed=kept[0])
         for old in set(rounds) - set(kept):
             self._checkpoint_path(old).unlink()
+
+    def _file_digests(self) -> dict[str, str]:
+        """Of what was written before the first round."""
+        for name in _LEARNT:
+            if name not in self._written and (self.path / name).is_file():
+                self._written[name] = sha256((self.path / name).read_bytes())
+        return {name: self._written[name] for name in _LEARNT if (self.path / name).is_file()}
 
     def oldest_checkpoint(self) -> int:
         """The earliest round that the run could go back to."""
@@ -172,33 +230,74 @@ class RunDirectory:
             self.settle()  # of a run in this process that was broken off
         except OSError as error:
             log.warning("the last checkpoint was not written: %s", error)
-        damaged = []
+        problems: dict[Path, Exception] = {}
         for round_ in reversed(self.checkpoint_rounds()):
             path = self._checkpoint_path(round_)
             try:
-                state = tree.decode(path.read_bytes())
-            except DataError as error:
-                log.warning("%s: %s", path, error)
-                damaged.append(path)
+                state = self.read_checkpoint(round_)
+            except (DataError, OSError) as error:
+                log.warning("round %d cannot be gone on from: %s", round_, error)
+                problems[path] = error
                 continue
-            for bad in damaged:
+            for bad in problems:
                 bad.rename(bad.with_suffix(".damaged"))
+            if problems:
+                log.warning("the run goes on from round %d, the checkpoint before, which is sound", round_)
+            if not self.client_store.run:
+                log.warning("%s has no digests: made by an earlier version; damage would not be noticed", self.path)
             self._undo_after(round_)
             return round_, state
-        if damaged:
-            raise FedstillError(f"no checkpoint can be read: {damaged[0]} is damaged, and there is no older one")
+        if problems:
+            raise FedstillError(
+                f"no checkpoint can be read: {next(iter(problems.values()))}; put back what is damaged from a copy, or "
+                f"begin again with --force ('fedstill verify {self.path}' lists all)"
+            )
         self._check_nothing_done()
         self._undo_after(0)
+        self._begin_index()
         return None
 
-    def read_checkpoint(self, round_: int) -> Tree:
-        """What the servers knew after a round; DataError if that is damaged."""
-        return tree.decode(self._checkpoint_path(round_).read_bytes())
+    def read_checkpoint(self, round_: int, *, everything: bool = False) -> Tree:
+        """The server's state after a round, if it and all that it stands on are what was written; else DataError.
+
+        Of many client states only that they are there, unless `everything` is to be read.
+        """
+        path, run = self._checkpoint_path(round_), self.client_store.run
+        try:
+            data = path.read_bytes()
+            state, digest = tree.unseal(data, _label(run, path)) if run else (tree.decode(data), "")
+        except DataError as error:
+            raise DataError(f"{path} is damaged: {error}") from error
+        if not isinstance(state, dict) or bool(run) != (_STANDS_ON in state) or bool(run) != bool(digest):
+            raise DataError(f"{path} is damaged, or {self.index.path} is missing")
+        if run:
+            stands_on = state.pop(_STANDS_ON)
+            for name, expected in stands_on["files"].items():
+                check_file(self.path / name, expected)
+            self._metrics.check(stands_on["metrics"])
+            self._check_states(self.index.check(stands_on["index"]), round_, everything=everything)
+        return state
+
+    def _check_states(self, entries: Entries, round_: int, *, everything: bool) -> None:
+        """Refuse a checkpoint if a state that it stands on is missing, is not what was written, or is one too many."""
+        for kind, store in self._stores().items():
+            last = newest(entries, [kind])
+            wanted, there = dict(zip(last["number"].tolist(), last["round"].tolist(), strict=True)), store.versions()
+            for client, written in there:
+                if wanted.get(client, 0) < written <= round_:
+                    raise DataError(f"{store.path(client, written)} is not of this run")
+            for client, written in wanted.items():
+                if (client, written) not in there:
+                    raise DataError(f"{store.path(client, written)} is missing")
+            for entry in last if everything or len(last) <= _CHECKED_AT_ONCE else ():
+                client, written = int(entry["number"]), int(entry["round"])
+                if store.check(client, written)[1] != entry["sha256"].tobytes().hex():
+                    raise DataError(f"{store.path(client, written)} is not of this run")
 
     def server_state(self) -> Tree:
         """What the method kept on the server at the newest checkpoint; empty if there is none. Changes nothing."""
         rounds = self.checkpoint_rounds()
-        return tree.decode(self._checkpoint_path(rounds[-1]).read_bytes())["state"] if rounds else {}
+        return self.read_checkpoint(rounds[-1])["state"] if rounds else {}
 
     def _check_nothing_done(self) -> None:
         """Refuse to start anew, and so to forget its rounds, in a directory that lost its checkpoints."""
@@ -211,6 +310,13 @@ class RunDirectory:
     def write(self, name: str, data: str | bytes) -> None:
         """One of the files that the end of a run writes."""
         write_atomic(self.path / name, data)
+        self._written[name] = sha256(data.encode() if isinstance(data, str) else data)
+
+    def write_digests(self) -> None:
+        """The end of a run: the digests of all results."""
+        digests = {name: digest for name, digest in self._written.items() if (self.path / name).is_file()}
+        digests |= self._file_digests() | {"metrics.jsonl": self._metrics.mark()["sha256"]}
+        write_sealed_json(self.path / DIGESTS, {"files": dict(sorted(digests.items()))})
 
     def go_back(self, round_: int) -> None:
         """Forget every later round, also its checkpoint."""
@@ -232,15 +338,20 @@ class RunDirectory:
     def undo_server(self, round_: int) -> None:
         """Forget what later rounds had the servers keep for single clients."""
         self.settle()
-        for store in self._stores():
+        for store in self._stores().values():
             if store.root != self.client_store.root:
                 store.rollback(round_)
 
     def _undo_after(self, round_: int) -> None:
-        for store in self._stores():
+        for store in self._stores().values():
             store.rollback(round_)
-        kept = [r for r in self.records() if r["round"] <= round_]
-        write_atomic(self.path / "metrics.jsonl", "".join(to_json(r) + "\n" for r in kept))
+        path = self.path / "metrics.jsonl"
+        lines = _lines(path.read_bytes()) if path.exists() else []
+        self._metrics.replace(b"".join(line + b"\n" for line, record in lines if record["round"] <= round_))
+        if self.client_store.run:
+            self.index.cut(round_)
+        self._saved = []
+        (self.path / DIGESTS).unlink(missing_ok=True)  # of results that the end of the run writes again
         for leftover in self.path.rglob(".*.tmp"):  # of writes that a crash cut off
             leftover.unlink(missing_ok=True)
 
@@ -248,37 +359,55 @@ class RunDirectory:
         """Keep the models that met at the end of an episode."""
         folder = self.path / _TEACHERS
         folder.mkdir(exist_ok=True)
-        write_atomic(folder / f"episode-{number:04d}.safetensors", tree.encode(models))
+        data = tree.encode(models)
+        write_atomic(folder / f"episode-{number:04d}.safetensors", data)
+        self._saved.append((models["round"], TEACHERS, number, sha256(data)))
 
     def saved_episodes(self) -> dict[int, Path]:
         """The episodes whose models were kept, by number."""
-        files = (self.path / _TEACHERS).glob("episode-*.safetensors")
-        return {int(p.stem.removeprefix("episode-")): p for p in files}
+        return _numbered(self.path / _TEACHERS, "episode-", ".safetensors")
 
     def save_model(self, round_: int, data: bytes) -> None:
         """Keep the global model after a round."""
         folder = self.path / _MODELS
         folder.mkdir(exist_ok=True)
         write_atomic(folder / f"round-{round_:06d}.safetensors", data)
+        self._saved.append((round_, MODELS, round_, sha256(data)))
 
     def saved_models(self) -> dict[int, Path]:
         """The rounds whose global model was kept, in order."""
-        files = (self.path / _MODELS).glob("round-*.safetensors")
-        return dict(sorted((int(p.stem.removeprefix("round-")), p) for p in files))
+        return _numbered(self.path / _MODELS, "round-", ".safetensors")
+
+    def saved_digests(self, round_: int) -> dict[str, dict[Path, str]]:
+        """What the digests of saved models and teachers were when the checkpoint of a round was made."""
+        state = tree.decode(self._checkpoint_path(round_).read_bytes())
+        entries = self.index.check(state[_STANDS_ON]["index"])
+        names = {
+            MODELS: lambda n: f"{_MODELS}/round-{n:06d}.safetensors",
+            TEACHERS: lambda n: f"{_TEACHERS}/episode-{n:04d}.safetensors",
+        }
+        return {
+            folder: {
+                self.path / names[kind](int(e["number"])): e["sha256"].tobytes().hex() for e in newest(entries, [kind])
+            }
+            for kind, folder in ((MODELS, _MODELS), (TEACHERS, _TEACHERS))
+        }
 
     def regional_store(self, region: int) -> Store:
         """What a region's server keeps for single clients."""
-        return Store(self.checkpoints / f"server-{region}", durable=False)
+        return Store(self.checkpoints / f"server-{region}", durable=False, run=self.client_store.run)
 
-    def _stores(self) -> list[Store]:
-        return [self.client_store, self.server_store, *map(Store, self.checkpoints.glob("server-*"))]
+    def _stores(self) -> dict[int, Store]:
+        """By their kind in the index."""
+        regional = {REGION + n: self.regional_store(n) for n in _numbered(self.checkpoints, "server-")}
+        return {CLIENTS: self.client_store, SERVER: self.server_store, **regional}
 
     def _checkpoint_path(self, round_: int) -> Path:
         return self.checkpoints / f"round-{round_:06d}.safetensors"
 
     def checkpoint_rounds(self) -> list[int]:
         """The rounds that have a checkpoint, in order."""
-        return sorted(int(p.stem.removeprefix("round-")) for p in self.checkpoints.glob("round-*.safetensors"))
+        return sorted(_numbered(self.checkpoints, "round-", ".safetensors"))
 
     def _take_lock(self) -> None:
         """Hold the directory until this process ends, however it ends."""
@@ -300,7 +429,8 @@ class RunDirectory:
         kept = (*self.saved_episodes().values(), *self.saved_models().values())
         for file in (*self.checkpoints.glob("round-*"), *kept, *(self.path / TENSORBOARD).glob("events.out.*")):
             file.unlink()
-        for store in self._stores():
+        self.index.path.unlink(missing_ok=True)
+        for store in self._stores().values():
             shutil.rmtree(store.root, ignore_errors=True)
 
     def release(self) -> None:
@@ -314,6 +444,38 @@ class RunDirectory:
             if self._writer:
                 self._writer.shutdown(wait=False)
                 self._writer = None
+
+
+def _label(run: str, checkpoint: Path) -> str:
+    return f"{run} {checkpoint.stem}"
+
+
+def _numbered(folder: Path, prefix: str, suffix: str = "") -> dict[int, Path]:
+    """What is called by these words with a number between them, in its order."""
+    found = {p: p.name.removeprefix(prefix).removesuffix(suffix) for p in folder.glob(f"{prefix}*{suffix}")}
+    return dict(sorted((int(n), p) for p, n in found.items() if n.isascii() and n.isdecimal() and len(n) < 10))
+
+
+def _lines(data: bytes) -> list[tuple[bytes, Record]]:
+    """The lines of metrics.jsonl up to the first that is none."""
+    found: list[tuple[bytes, Record]] = []
+    for line in data.removesuffix(b"\n").split(b"\n"):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(record, dict) or type(record.get("round")) is not int:
+            break
+        found.append((line, record))
+    return found
+
+
+def check_result(path: Path, name: str) -> None:
+    """Refuse a result of a finished run that is not what was written, where the run has digests; else DataError."""
+    if (path / DIGESTS).exists():
+        digests = read_sealed_json(path / DIGESTS).get("files")
+        if isinstance(digests, dict) and name in digests:
+            check_file(path / name, digests[name])
 
 
 def check_place(path: Path, *, force: bool) -> None:

@@ -432,6 +432,7 @@ class Run:
         if self.setup.method.global_model:
             self.directory.write("model.safetensors", save_tensors(self.trained_state_dict()))
         self.directory.write("summary.json", to_json(summary, indent=2) + "\n")
+        self.directory.write_digests()
 
     def trained_state_dict(self) -> dict[str, Tensor]:
         """The model as named tensors, with the names of the user's own network."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedstill.core.files import read_json, write_json
+from fedstill.core.files import read_sealed_json, write_sealed_json
 from fedstill.data.partition import IntArray
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Counts:
     def __init__(self, clients: Mapping[str, IntArray], of: int, max_share: float, path: Path | None) -> None:
         """`clients` are those of each site, among `of` in all."""
         self._clients, self._of, self._max_share, self._path = clients, of, max_share, path
-        kept: dict[str, Any] = read_json(path) if path and path.exists() else {}
+        kept: dict[str, Any] = read_sealed_json(path) if path and path.exists() else {}
         self._held: dict[str, tuple[list[int], list[int]]] = {
             name: (samples, tests) for name, (samples, tests) in kept.items() if name in clients
         }
@@ -71,7 +71,7 @@ class Counts:
         settled = [new if growing and old == nothing else old for old, new in zip(before, said, strict=True)]
         self._held[name] = [n for n, _ in settled], [n for _, n in settled]
         if self._path:
-            write_json(self._path, self._held)
+            write_sealed_json(self._path, self._held)
         if all(new == old or (growing and new == nothing) for old, new in zip(settled, said, strict=True)):
             return ""
         return f"it had {_text(settled)} when it joined, and has {_text(said)} now"

@@ -21,7 +21,7 @@ import torch
 
 from fedstill.core.device import find, on
 from fedstill.core.errors import DataError, FedstillError, SettingError
-from fedstill.core.files import read_json, write_json
+from fedstill.core.files import read_sealed_json, write_sealed_json
 from fedstill.core.store import Store
 from fedstill.core.tree import Message, Tree
 from fedstill.data import sources
@@ -351,9 +351,9 @@ def serve(
     try:
         directory.check_rounds(config.rounds)
         number = _number(directory)
-        rollbacks = read_json(directory.path / SERVED).get(ROLLBACKS, [])
+        rollbacks = read_sealed_json(directory.path / SERVED).get(ROLLBACKS, [])
         if not regional:
-            write_json(directory.path / SERVED, read_json(directory.path / SERVED) | {"sites": names})
+            write_sealed_json(directory.path / SERVED, read_sealed_json(directory.path / SERVED) | {"sites": names})
             clients = {name: np.array([k]) for k, name in enumerate(names)}
         frozen: list[str] = []  # what tells the frozen part of the network, where there is one
         steps: list[int] = []  # of an epoch in each region, once the sites have said how much they hold
@@ -452,8 +452,8 @@ def _number(directory: RunDirectory) -> str:
     """What tells this run from any other, also after a restart: a site's state belongs to one of them."""
     path = directory.path / SERVED
     if not path.exists():
-        write_json(path, {"number": secrets.token_hex(8), "sites": []})
-    return str(read_json(path)["number"])
+        write_sealed_json(path, {"number": secrets.token_hex(8), "sites": []})
+    return run_number(read_sealed_json(path))
 
 
 def _order(out: Path, names: Sequence[str], revoked: Collection[str]) -> list[str]:
@@ -463,7 +463,7 @@ def _order(out: Path, names: Sequence[str], revoked: Collection[str]) -> list[st
     added since is left out.
     """
     path = out / SERVED
-    members: list[str] = read_json(path)["sites"] if path.exists() else []
+    members: list[str] = read_sealed_json(path)["sites"] if path.exists() else []
     if not members:
         return sorted(names)
     for name in members:
@@ -572,7 +572,7 @@ class Site:
                 local = local_training(config.model_copy(update=own.of_its_own()), federation)
                 inside = regional_method(own, config, method)
                 regional.append((task.trained_as(replace(local, steps_per_epoch=count)), inside))
-        store = Store(self._directory / "state" / run_number(run))
+        store = Store(self._directory / "state" / run_number(run), run=run_number(run), earlier=True)
         return Worker(task, federation, method, store, tuple(regional))
 
     def _federation(self, config: Config, run: dict[str, Any]) -> Federation:

@@ -12,7 +12,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
-from fedstill.core.errors import DataError
+from fedstill.core.errors import DataError, in_one_line
 from fedstill.core.tree import Tree
 
 _TENSOR = "$tensor"
@@ -59,7 +59,7 @@ def from_records(records: RecordDict, *, most_bytes: int | None = None) -> Tree:
             if node.keys() == {_TENSOR}:
                 place = node[_TENSOR]
                 if not isinstance(place, str) or place not in tensors:
-                    raise DataError(f"it lacks the tensor {place}")
+                    raise DataError(f"it lacks the tensor {place!r:.100}")
                 return tensors[place]
             return {key: fill(value) for key, value in node.items()}
         return [fill(value) for value in node] if isinstance(node, list) else node
@@ -67,14 +67,15 @@ def from_records(records: RecordDict, *, most_bytes: int | None = None) -> Tree:
     try:
         return fill(json.loads(text))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"its JSON cannot be read: {error}") from error
+        raise DataError(f"its JSON cannot be read: {in_one_line(error)}") from error
 
 
 def _tensor(place: str, array: Array) -> Tensor:
     """An array as a tensor. Its own description is believed only where its bytes agree: NumPy would allocate by it."""
+    place = " ".join(place.split())[:100]  # in what is said about it
     dtype, shape = _DTYPES.get(array.dtype), tuple(array.shape)
     if dtype is None or any(not isinstance(n, int) or n < 0 for n in shape):
-        raise DataError(f"{place}: {array.dtype} of shape {shape} is not an array of numbers")
+        raise DataError(f"{place}: {array.dtype!r:.40} of shape {shape!s:.100} is not an array of numbers")
     count = math.prod(shape) * dtype.itemsize
     if not 0 <= len(array.data) - count <= _HEADER:
         raise DataError(f"{place}: {len(array.data):,} bytes do not hold {array.dtype} of shape {shape}")
@@ -86,6 +87,8 @@ def _tensor(place: str, array: Array) -> Tensor:
         if told[0] != shape or told[2] != dtype or len(array.data) - stream.tell() != count:
             raise DataError(f"{place}: its {len(array.data):,} bytes do not hold {dtype} of shape {shape}")
         found = np.frombuffer(array.data, dtype, offset=stream.tell()).reshape(shape, order="F" if told[1] else "C")
-    except (ValueError, EOFError) as error:
-        raise DataError(f"{place}: {error}") from error
+    except DataError:
+        raise
+    except Exception as error:  # of NumPy's reader of headers, also tokenize's and the parser's
+        raise DataError(f"{place}: {in_one_line(error)}") from error
     return torch.from_numpy(np.array(found, order="C"))

@@ -12,11 +12,6 @@ Labels are integers from 0, kept as they are, or strings, numbered in sorted ord
 
 from __future__ import annotations
 
-import lzma
-import struct
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +20,13 @@ import numpy as np
 import torch.utils.data
 from torch import Tensor
 
-from fedstill.core.errors import DataError
+from fedstill.core.errors import DataError, in_one_line
 from fedstill.data.dataset import Dataset
 from fedstill.data.formats.decoded import Array, Decoded, Part, finish, hold_out, to_dataset
 from fedstill.data.formats.images import class_order
 
 CHANNELS = (1, 3, 4)
+_LAST_CHARACTER, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)  # of Unicode
 MOST_CLASSES = 100_000  # a larger label is a mistake: an identifier, or a regression target
 
 
@@ -74,28 +70,30 @@ def from_torch(
 
 def read_npz(path: Path) -> Decoded:
     """`x, y` or `x_train, y_train`, and optionally `x_test, y_test`, `client`, `client_test`, `classes`."""
-    damage = (
-        *(OSError, EOFError, ValueError, TypeError, KeyError, RuntimeError, OverflowError, struct.error),
-        *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, SyntaxError, tokenize.TokenError),
-    )
     try:
         with np.load(path, allow_pickle=False) as content:
-            loaded = {key.removesuffix("_train"): content[key] for key in content.files}
-    except damage as error:
-        raise DataError(f"{path}: damaged, or not an .npz of plain arrays ({_first_line(error)})") from error
-    except MemoryError as error:  # a header may claim any shape
-        raise DataError(f"{path}: damaged, or larger than the memory ({_first_line(error)})") from error
-    # Of what is no .npy, NumPy gives the bytes; a note beside the arrays harms nobody.
-    arrays = {key: value for key, value in loaded.items() if isinstance(value, np.ndarray)}
+            arrays = {key.removesuffix("_train"): content[key] for key in content.files}
+    except Exception as error:  # NumPy, zipfile and what they call raise of many kinds, tokenize's among them
+        raise DataError(f"{path}: damaged, or not an .npz of plain arrays ({in_one_line(error)})") from error
+    if other := [key for key, array in arrays.items() if not isinstance(array, np.ndarray)]:
+        raise DataError(f"{path}: damaged, or not an .npz of plain arrays ({other[0]!r} is none)")
+    arrays = {key: _text(array, f"{path}: {key}") for key, array in arrays.items()}
+    classes = arrays.pop("classes", None)
+    return decode(arrays, None if classes is None else [str(name) for name in classes.reshape(-1)], str(path))
+
+
+def _text(array: Array, what: str) -> Array:
+    """Strings that can be written down; any other array as it is."""
     try:
-        classes = arrays.pop("classes", None)
-        return decode(arrays, None if classes is None else [str(name) for name in classes.reshape(-1)], str(path))
-    except (UnicodeError, SystemError) as error:  # a SystemError is how Python sees a character beyond Unicode
-        raise DataError(f"{path}: holds strings that are no text ({_first_line(error)})") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+        if array.dtype.kind == "S":
+            array = np.char.decode(array, "utf-8")
+        if array.dtype.kind == "U" and array.dtype.itemsize and array.size:
+            code = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).view(np.uint32)
+            if ((code > _LAST_CHARACTER) | ((code >= _SURROGATES[0]) & (code <= _SURROGATES[1]))).any():
+                raise DataError(f"{what}: damaged (it holds what is no character)")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{what}: its text is not UTF-8 ({error})") from error
+    return array
 
 
 def decode(arrays: dict[str, Array], classes: Sequence[str] | None = None, where: str = "arrays") -> Decoded:

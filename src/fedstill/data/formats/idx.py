@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,27 +26,44 @@ EMNIST_BALANCED = (*string.digits, *string.ascii_uppercase, *"abdefghnqrt")
 EMNIST_BYCLASS = (*string.digits, *string.ascii_uppercase, *string.ascii_lowercase)
 
 UNSIGNED_BYTE = 0x08
+_RATIO = 1032  # to which gzip can pack, at most
+_MOST_AXES, _LARGEST = 8, 2**33  # of a dataset that this could be
 GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read(path: Path) -> Array:
     """The array in an IDX file: two zero bytes, a type, the number of axes, their lengths, the values."""
     try:
-        raw = path.read_bytes()
-        content = gzip.decompress(raw) if raw.startswith(GZIP_MAGIC) else raw
+        with path.open("rb") as raw:
+            packed = raw.read(2) == GZIP_MAGIC
+        opened: Any = gzip.open if packed else open
+        with opened(path, "rb") as file:
+            shape = _shape(path, file)
+            count = math.prod(shape)
+            # Of a packed file no more than it says that it holds; and memory only for what it can hold.
+            values = file.read(1 + min(count, path.stat().st_size * (_RATIO if packed else 1)))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: damaged or truncated ({error})") from error
-    if len(content) < 4 or content[:2] != b"\0\0" or content[2] != UNSIGNED_BYTE:
-        raise DataError(f"{path}: not an IDX file of bytes")
-    axes = content[3]
-    start = 4 + 4 * axes
-    if not axes or len(content) < start:
-        raise DataError(f"{path}: damaged or truncated (no complete header)")
-    shape = struct.unpack(f">{axes}I", content[4:start])
-    if len(content) - start != math.prod(shape):
-        raise DataError(f"{path}: damaged or truncated ({len(content) - start} bytes of data, not {math.prod(shape)})")
+    if len(values) != count:
+        found = f"more than {count}" if len(values) > count else str(len(values))
+        raise DataError(f"{path}: damaged or truncated ({found} bytes of data, not {count})")
     # A bytearray, because PyTorch warns about memory that must not be written.
-    return np.frombuffer(bytearray(memoryview(content)[start:]), np.uint8).reshape(shape)
+    return np.frombuffer(bytearray(values), np.uint8).reshape(shape)
+
+
+def _shape(path: Path, file: Any) -> tuple[int, ...]:
+    """What the header says."""
+    start = file.read(4)
+    if len(start) < 4 or start[:2] != b"\0\0" or start[2] != UNSIGNED_BYTE:
+        raise DataError(f"{path}: not an IDX file of bytes")
+    axes = start[3]
+    lengths = file.read(4 * axes)
+    if not axes or len(lengths) < 4 * axes:
+        raise DataError(f"{path}: damaged or truncated (no complete header)")
+    shape = struct.unpack(f">{axes}I", lengths)
+    if axes > _MOST_AXES or math.prod(shape) > _LARGEST:
+        raise DataError(f"{path}: damaged (it claims {axes} axes and {math.prod(shape):,} values)")
+    return shape
 
 
 def decode(paths: Sequence[Path], classes: tuple[str, ...], first_label: int = 0, transposed: bool = False) -> Decoded:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from fedstill.core.errors import DataError
+from fedstill.core.errors import DataError, in_one_line
 from fedstill.data.formats.decoded import Array, Decoded, Part, SourceFile, hold_out, source_file
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
@@ -246,5 +246,7 @@ def _open(path: str) -> Image.Image:
             if image.mode.startswith(DEEP):
                 raise DataError(f"{path}: more than 8 bits per channel ({image.mode}); convert it to 8 bits")
             return image.convert("L" if image.mode in GREY else "RGB")
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path}: damaged, or not an image ({error})") from error
+    except DataError:
+        raise
+    except Exception as error:  # Pillow raises of many kinds, MemoryError for a length that a file only claims
+        raise DataError(f"{path}: damaged, or not an image ({in_one_line(error)})") from error

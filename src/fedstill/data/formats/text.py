@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _TOKEN = re.compile(r"[()]|[^\s()]+")
 _BRACKETS = {"-LRB-": "(", "-RRB-": ")"}  # as the Penn Treebank writes them
 _MARKUP = re.compile(r"\\|<[^>]{0,200}>")  # AG News writes a line break as a backslash, and has some HTML left
 _SHOWN = 20  # names of columns in an error
+_LONGEST_LINE = 2**27  # characters; a small .gz can unpack to one without end
 _LONGEST = 2**31 - 1  # characters of a field; Python's csv stops at 131,072 unless told
 
 
@@ -189,6 +191,9 @@ def _lines(path: Path) -> Iterator[str]:
     opened: Any = gzip.open if path.suffix.lower() == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
-            yield from file
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+            while line := file.readline(_LONGEST_LINE):
+                if len(line) == _LONGEST_LINE:
+                    raise DataError(f"{path}: a line has more than {_LONGEST_LINE:,} characters")
+                yield line
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read as text ({error})") from error

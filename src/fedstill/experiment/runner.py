@@ -22,6 +22,7 @@ from fedstill.core.tree import nbytes
 from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Conclude, Train, Worker
+from fedstill.experiment.colluding import colluding
 from fedstill.experiment.config import anchored, fixed
 from fedstill.experiment.evaluation import Evaluation, evaluate, tested
 from fedstill.experiment.machine import make_engine, one_thread, server_threads
@@ -287,7 +288,8 @@ class Run:
             tick=self.listener.client_done,
         )
         with self._stream("server layers", region.number):
-            method.aggregate(server, iter(uplinks))
+            received, attack = iter(uplinks), self.setup.attack
+            method.aggregate(server, colluding(attack, method, server, received) if attack.colludes else received)
         tally.add(uplinks, nbytes(down) * len(cohort))
         tally.server_seconds += time.perf_counter() - began - uplinks.waited
 

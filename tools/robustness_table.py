@@ -23,6 +23,7 @@ from fedstill.core.files import read_json, write_json
 CLIENTS, ATTACKERS, LAST = 20, 4, 3
 COMMON: dict[str, Any] = {
     "model": "mlp",
+    "model_options": {"hidden": [32]},
     "image_size": 16,
     "clients": CLIENTS,
     "fraction": 0.5,
@@ -36,13 +37,12 @@ COMMON: dict[str, Any] = {
 }
 ATTACKS: dict[str, dict[str, Any]] = {
     "none": {},
-    "mirror-flip": {"attack": "mirror-flip"},
     "sign-flip": {"attack": "sign-flip"},
     "boosted": {"attack": "scale", "attack_scale": -5.0},
-    "count": {"attack": "count"},
-    "alie": {"attack": "alie", "attack_scale": 1.5},
-    "min-max": {"attack": "min-max"},
     "adaptive": {"attack": "adaptive"},
+    "min-max": {"attack": "min-max"},
+    "alie": {"attack": "alie", "attack_scale": 1.5},
+    "mirror-flip": {"attack": "mirror-flip"},
 }
 # As many malicious clients as each rule can be told of, up to all there are; with 10 and with 20 clients a round.
 RULES: dict[str, dict[float, dict[str, Any]]] = {
@@ -101,7 +101,7 @@ def main() -> None:
     for seed in () if given.table else given.seeds:
         path = given.out / f"seed-{seed}.json"
         found: dict[str, float | None] = read_json(path) if path.is_file() else {}
-        for alpha, participation, attack, rule in product(given.alpha, given.participation, ATTACKS, RULES):
+        for alpha, attack, participation, rule in product(given.alpha, ATTACKS, given.participation, RULES):
             key = f"{rule} {attack} {participation} {alpha} {seed}"
             if key not in found:
                 found[key] = accuracy(rule, attack, participation, alpha, seed)

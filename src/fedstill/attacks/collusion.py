@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_STRENGTHS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
+_STRENGTHS = (0.5, 1.0, 1.5, 3.0, 10.0)
 
 
 class Knowledge:

@@ -2,6 +2,7 @@
 
     python tools/robustness_table.py --out runs/robustness                # all runs, then the table
     python tools/robustness_table.py --out runs/robustness --table        # the table of what is there
+    python tools/robustness_table.py --lies                               # one client of eight that lies
 
 Every run's accuracy is saved as soon as it is known, in a file for each seed: interrupted, the same command goes on,
 and other seeds can run beside it (`--seeds 1`).
@@ -16,6 +17,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
+from torch import nn
 
 import fedstill
 from fedstill.core.files import read_json, write_json
@@ -88,15 +90,47 @@ def table(found: dict[str, float | None], participation: float, alpha: float) ->
     return "\n".join(lines)
 
 
+def with_statistics() -> nn.Module:
+    """A small network with BatchNorm."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 49, 10)
+    )
+
+
+LIES: tuple[tuple[str, Any, dict[str, Any]], ...] = (
+    ("fedavg", "mlp", {"attack": "count"}),
+    ("fedavg", with_statistics, {"attack": "buffers", "attack_scale": 1e12}),
+    ("scaffold", "mlp", {"attack": "extra", "attack_scale": 1e3}),
+)
+
+
+def lies() -> None:
+    """Prints what one of eight clients does that lies about its count, its statistics or its control variate."""
+    common: dict[str, Any] = {name: COMMON[name] for name in ("image_size", "fraction", "epochs", "batch_size", "lr")}
+    common |= {"clients": 8, "participation": 1.0, "alpha": 1.0, "rounds": 10, "engine": "inline", "eval_every": 0}
+    for rule in ("", "+norm-clip", "+multi-krum", "+median", "+geomed"):
+        cells = []
+        for method, model, attack in LIES:
+            for how in ({}, attack | {"attackers": 1}):
+                result = fedstill.run(method + rule, model=model, **common, **how)
+                cells.append(f"{100 * result.summary['final_accuracy']:.1f}")
+        pairs = [" → ".join(cells[place : place + 2]) for place in range(0, len(cells), 2)]
+        print(f"| {rule[1:] or 'none'} | " + " | ".join(pairs) + " |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--out", type=Path, default=Path("runs/robustness"), help="folder of the results")
+    parser.add_argument("--lies", action="store_true", help="the other table: false counts, statistics, parts")
     parser.add_argument("--alpha", type=float, nargs="+", default=[1.0], help="Dirichlet concentrations")
     parser.add_argument("--participation", type=float, nargs="+", default=[0.5, 1.0], choices=[0.5, 1.0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--table", action="store_true", help="print the table of what is there, run nothing")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.lies:
+        lies()
+        return
     given.out.mkdir(parents=True, exist_ok=True)
     for seed in () if given.table else given.seeds:
         path = given.out / f"seed-{seed}.json"

@@ -52,7 +52,10 @@ CASES = (
     Case("fedavg+trimmed-mean", {}),
     Case("fedavg+krum", {"byzantine": 0}),
     Case("fedavg+multi-krum", {"byzantine": 0}),
+    Case("fedavg+bulyan", {"byzantine": 0}),
     Case("fedavg+norm-clip", {}),
+    Case("fedavg+geomed", {}),
+    Case("fedavg+centered-clip", {}),
     Case("fedavg+ccvr", {}),
     Case("fedgkd", {}, 1.10, asked=5),
     Case("fedgkd-vote", {"buffer": 5}, 1.40, asked=5),
@@ -76,6 +79,7 @@ SERVER_CASES = (
     Case("fedgen", {}),
     Case("fedftg", {"iterations": 2}),
     Case("fedmd", _PROXY),
+    Case("fedavg+fltrust", {}),
     Case("creff", {}),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from fedstill.core.tree import Message
 from fedstill.core.weights import FlatNet
 from fedstill.experiment.config import resolve
 from fedstill.experiment.setup import Setup, prepare
-from fedstill.methods.base import Part, Wire
+from fedstill.methods import registry
+from fedstill.methods.base import Method, Part, Server, Uplink, Wire
 from fedstill.train.client import Client
 from fedstill.train.task import Task
 
@@ -173,7 +175,7 @@ def test_only_clients_with_data_attack() -> None:
     assert all(draw_attackers(sizes, 1, seed=seed) <= {1, 3, 4} for seed in range(9))
 
 
-@pytest.mark.parametrize("kind", ["mirror-flip", "noise"])
+@pytest.mark.parametrize("kind", ["mirror-flip", "noise", "count", "min-max", "adaptive"])
 def test_the_same_bits_on_any_engine_and_after_an_interruption(
     run_small: RunSmall, tmp_path: Path, kind: AttackKind
 ) -> None:
@@ -196,6 +198,99 @@ def test_attackers_attack_inside_their_regions(run_small: RunSmall, monkeypatch:
             assert torch.equal(one["model"], other["model"]) == (k not in attackers)
 
 
+def attacked(
+    run_small: RunSmall, patch: pytest.MonkeyPatch, kind: str, method: str = "fedavg", **settings: Any
+) -> tuple[Crossing, list[Uplink], frozenset[int]]:
+    """What crossed in one round, what the method got of it, and who attacked."""
+    crossings, given = record_crossings(patch), QUICK | settings
+    received: list[Uplink] = []
+    aggregate = type(registry.make(method)).aggregate
+
+    def noted(self: Method, server: Server, uplinks: Iterator[Uplink]) -> None:
+        received.extend(uplinks)
+        aggregate(self, server, iter(received))
+
+    patch.setattr(type(registry.make(method)), "aggregate", noted)
+    run_small(method, **given, attack=kind, attackers=2)
+    return crossings[0], received, prepared(attack="noise", attackers=2).attack.clients
+
+
+def test_a_boosted_sign_flip_is_a_negative_scale(run_small: RunSmall) -> None:
+    flips = [
+        run_small(**QUICK, attack=kind, attackers=2, attack_scale=scale)
+        for kind, scale in (("sign-flip", 4.0), ("scale", -4.0))
+    ]
+    assert torch.equal(weights(flips[0]), weights(flips[1]))
+
+
+def test_count_claims_what_nobody_has(run_small: RunSmall, monkeypatch: pytest.MonkeyPatch) -> None:
+    crossing, _, attackers = attacked(run_small, monkeypatch, "count")
+    for k, claimed in zip(crossing.cohort, crossing.samples, strict=True):
+        assert (claimed == 10**8) == (k in attackers)
+
+
+def test_buffers_and_extra_send_the_number_that_is_set(run_small: RunSmall, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        batchnorm: dict[str, Any] = {"model": normed, "model_options": {}, "attack_scale": 1e12}
+        crossing, _, attackers = attacked(run_small, patch, "buffers", **batchnorm)
+    trainable = FlatNet(normed()).trainable
+    for k, up in zip(crossing.cohort, crossing.up, strict=True):
+        assert bool((up["model"][trainable:] == 1e12).all()) == (k in attackers)
+        assert float(up["model"][:trainable].abs().max()) < 10
+    crossing, _, attackers = attacked(run_small, monkeypatch, "extra", "scaffold", attack_scale=1e3)
+    for k, up in zip(crossing.cohort, crossing.up, strict=True):
+        assert bool((up["c_change"] == 1e3).all()) == (k in attackers)
+
+
+@pytest.mark.parametrize(("kind", "scale"), [("alie", 1.5), ("ipm", 2.0), ("min-max", 1.0)])
+def test_colluding_attackers_send_what_their_formulas_say(
+    run_small: RunSmall, monkeypatch: pytest.MonkeyPatch, kind: str, scale: float
+) -> None:
+    crossing, received, attackers = attacked(run_small, monkeypatch, kind, attack_scale=scale)
+    assert [up.client for up in received] == crossing.cohort
+    w_t = crossing.down["model"].double().numpy()
+    learnt = {k: up["model"].double().numpy() for k, up in zip(crossing.cohort, crossing.up, strict=True)}
+    honest = np.array([w for k, w in learnt.items() if k not in attackers])
+    sent = [up["model"].double().numpy() for up in received if up.client in attackers]
+    assert len(sent) == 2
+    np.testing.assert_array_equal(sent[0], sent[1])
+    for up in received:
+        if up.client not in attackers:
+            np.testing.assert_array_equal(up["model"].double().numpy(), learnt[up.client])
+    mean = honest.mean(0)
+    if kind == "alie":
+        np.testing.assert_allclose(sent[0], mean - 1.5 * honest.std(0), rtol=1e-5, atol=1e-7)
+    elif kind == "ipm":
+        np.testing.assert_allclose(sent[0], w_t - 2 * (mean - w_t), rtol=1e-5, atol=1e-7)
+    else:
+        widest = max(np.linalg.norm(a - b) for a in honest for b in honest)
+        assert max(np.linalg.norm(honest - sent[0], axis=1)) == pytest.approx(widest, rel=1e-4)
+        back, update = sent[0] - mean, mean - w_t
+        assert back @ update / np.linalg.norm(back) / np.linalg.norm(update) == pytest.approx(-1, abs=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["", "+norm-clip", "+multi-krum", "+centered-clip"])
+def test_who_knows_the_rule_does_at_least_as_much_harm(
+    run_small: RunSmall, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    """Of one round: the step along the honest clients' mean update is the smallest with `adaptive`."""
+    found = {}
+    for kind, scale in (("adaptive", 1.0), ("alie", 1.5), ("ipm", 1.0), ("min-max", 1.0)):
+        with monkeypatch.context() as patch:
+            crossings = record_crossings(patch)
+            result = run_small(f"fedavg{rule}", **QUICK, attack=kind, attackers=2, attack_scale=scale)
+        attackers = prepared(attack=kind, attackers=2, attack_scale=scale).attack.clients
+        w_t = crossings[0].down["model"].double()
+        honest = [up["model"].double() for k, up in uploads(crossings).items() if k not in attackers]
+        found[kind] = float((weights(result).double() - w_t) @ (torch.stack(honest).mean(0) - w_t))
+    assert found["adaptive"] <= min(found.values()) + 1e-6
+
+
+def test_attackers_without_anybody_to_learn_from_send_what_they_learnt(run_small: RunSmall) -> None:
+    plain, attacked = run_small(**QUICK), run_small(**QUICK, attack="alie", attackers=6)
+    assert torch.equal(weights(plain), weights(attacked))
+
+
 def test_label_flipping_costs_accuracy(run_small: RunSmall) -> None:
     settings = QUICK | {"rounds": 3, "alpha": 10.0, "fraction": 0.2}
     plain, attacked = run_small(**settings), run_small(**settings, attack="label-flip", attackers=4)
@@ -213,6 +308,10 @@ def test_label_flipping_costs_accuracy(run_small: RunSmall) -> None:
         ({"attack": "label-flip", "attackers": 1, "attack_class": 10}, "attack_class = 10: the classes are 0 to 9"),
         ({"attack": "label-flip", "attackers": 1, "attack_class": -1}, "attack_class = -1"),
         ({"attack": "noise", "attackers": 1, "attack_scale": 0.0}, r"attack_scale = 0\.0"),
+        ({"attack": "sign-flip", "attackers": 1, "attack_scale": -2.0}, r"attack_scale = -2\.0: .* use attack=scale"),
+        ({"attack": "buffers", "attackers": 1}, "this network has none"),
+        ({"attack": "extra", "attackers": 1}, "beside the model, and this is nothing"),
+        ({"attack": "alie", "attackers": 1, "method": "feddistill"}, "this method sends none"),
         ({"attack": "noise", "attackers": 1, "attack_scale": float("nan")}, "attack_scale = nan"),
         ({"attack": "scale", "attackers": 1}, "changes nothing"),
         ({"attack": "noise", "attackers": 1, "method": "feddistill"}, "this method sends none"),

@@ -12,9 +12,27 @@ from torch import Tensor
 
 from fedstill.core import seeds
 from fedstill.core.errors import SettingError
+from fedstill.core.tree import Message
 from fedstill.core.weights import FlatNet
 
-AttackKind = Literal["", "label-flip", "mirror-flip", "noise", "sign-flip", "scale"]
+AttackKind = Literal[
+    "",
+    "label-flip",
+    "mirror-flip",
+    "noise",
+    "sign-flip",
+    "scale",
+    "count",
+    "buffers",
+    "extra",
+    "alie",
+    "ipm",
+    "min-max",
+    "adaptive",
+]
+_LABELS = ("label-flip", "mirror-flip")
+_COLLUDING = ("alie", "ipm", "min-max", "adaptive")
+CLAIMED = 10**8  # samples, with `count`
 
 
 @dataclass(frozen=True)
@@ -25,12 +43,17 @@ class Attack:
     clients: frozenset[int] = frozenset()
     classes: int = 0
     target: int = 0  # the class that label-flip gives to every sample
-    scale: float = 1.0  # of the noise, against each layer's own spread; of the update
+    scale: float = 1.0  # of the noise, against each layer's own spread; of the update; what stands in buffers or parts
 
     @property
     def on_updates(self) -> bool:
-        """Whether it changes the models that are sent, not the labels."""
-        return self.kind in ("noise", "sign-flip", "scale")
+        """Whether it changes what is sent, not the labels."""
+        return self.kind not in ("", *_LABELS)
+
+    @property
+    def colludes(self) -> bool:
+        """Whether attackers know what all others of the round send: see `fedstill.attacks.collusion`."""
+        return self.kind in _COLLUDING
 
     def labels(self, client: int, y: Tensor) -> Tensor:
         """The labels as this client trains on them."""
@@ -40,20 +63,30 @@ class Attack:
             return self.classes - 1 - y
         return y
 
-    def forged(self, w: Tensor, w_t: Tensor, net: FlatNet, rng: torch.Generator) -> Tensor:
-        """What an attacker sends, having received w_t and learnt w.
+    def forged(
+        self, message: Message, samples: int, w_t: Tensor, net: FlatNet, rng: torch.Generator
+    ) -> tuple[Message, int]:
+        """What an attacker sends, and how many samples it claims, having received w_t and learnt its message.
 
-        Buffers stay as they are: beyond their range they would not mislead the global model but break it.
+        Buffers stay as they are, but with `buffers`: beyond their range they would not mislead the global model but
+        break it.
         """
+        if self.kind == "extra":
+            return {
+                name: x if name == "model" else torch.full_like(x, self.scale) for name, x in message.items()
+            }, samples
+        w, trainable = message["model"], net.trainable
         sent = w.clone()
         if self.kind == "noise":
             for layer in net.split(sent):
                 noise = torch.randn(layer.shape, generator=rng, dtype=layer.dtype)
                 layer.add_(noise, alpha=self.scale * float(layer.std(correction=0)))
-        else:
-            factor = -1.0 if self.kind == "sign-flip" else self.scale
-            sent[: net.trainable] = (w_t + factor * (w - w_t))[: net.trainable]
-        return sent
+        elif self.kind == "buffers":
+            sent[trainable:] = self.scale
+        elif not self.colludes:  # those that do are heard on the server, when all have sent
+            factor = self.scale if self.kind == "scale" else -self.scale
+            sent[:trainable] = (w_t + factor * (w - w_t))[:trainable]
+        return message | {"model": sent}, CLAIMED if self.kind == "count" else samples
 
 
 def plan(
@@ -73,6 +106,10 @@ def plan(
         raise SettingError(f"attack_class = {target}: the classes are 0 to {classes - 1}")
     if kind == "scale" and scale == 1:
         raise SettingError("attack_scale = 1.0: with attack=scale this changes nothing; set another factor")
+    if not scale or (scale < 0 and kind != "scale"):
+        raise SettingError(
+            f"attack_scale = {scale}: with attack={kind} it should be above 0; below it, use attack=scale"
+        )
     return Attack(kind, draw_attackers(sizes, attackers, seed), classes, target, scale)
 
 

@@ -173,9 +173,11 @@ class Worker:
     def _end(self, client: Client, request: Train, began: float) -> dict[str, Any]:
         """What a client that has trained answers; it began at this moment of the clock."""
         message, declared = self.method.uplink(client), self.method.wire(self.task).up
+        samples = len(client.data)
         if self.attack.on_updates and client.id in self.attack.clients and fault(message, declared) is None:
-            forged = self.attack.forged(message["model"], client.down["model"], client.flat, client.rng("attack"))
-            message = message | {"model": forged}
+            message, samples = self.attack.forged(
+                message, samples, client.down["model"], client.flat, client.rng("attack")
+            )
         # A client whose answer the server will drop keeps the state it had.
         if client.touched_state and fault(message, declared) is None:
             self.store.write(request.client, request.round, client.touched_state)
@@ -183,7 +185,7 @@ class Worker:
         metrics["seconds"] = time.perf_counter() - began
         if request.measure:
             metrics |= self._own_model(client)
-        return {"samples": len(client.data), "message": message, "metrics": metrics}
+        return {"samples": samples, "message": message, "metrics": metrics}
 
     @torch.no_grad()
     def _own_model(self, client: Client) -> dict[str, float]:

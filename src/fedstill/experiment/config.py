@@ -129,7 +129,11 @@ class Config(BaseModel):
     attackers: int = Field(0, ge=0, description="number of malicious clients, drawn among those that have data")
     attack_class: int = Field(0, ge=0, description="the class of all their samples (label-flip)")
     attack_scale: float = Field(
-        1.0, gt=0, le=1e6, description="noise: its spread over each layer's own; scale: the factor on the update"
+        1.0,
+        ge=-1e30,
+        le=1e30,
+        description="noise: its spread over each layer's own; scale: the factor on the update; sign-flip, count, ipm: "
+        "minus that factor; alie: spreads from the honest mean; buffers, extra: the number that is sent",
     )
     # how it is run
     seed: int = Field(0, ge=0, description="the same seed gives the same bits")

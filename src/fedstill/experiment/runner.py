@@ -22,6 +22,7 @@ from fedstill.core.tree import Message, first_not_finite, nbytes
 from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Conclude, Train, Worker
+from fedstill.experiment.colluding import colluding
 from fedstill.experiment.config import anchored, fixed
 from fedstill.experiment.evaluation import Evaluation, evaluate, tested
 from fedstill.experiment.judging import History, Judge
@@ -332,7 +333,8 @@ class Run:
             judge=self._judge(engine, down, str(region.number)),
         )
         with self._stream("server layers", region.number):
-            method.aggregate(server, iter(uplinks))
+            received, attack = iter(uplinks), self.setup.attack
+            method.aggregate(server, colluding(attack, method, server, received) if attack.colludes else received)
         tally.add(uplinks, nbytes(down) * len(cohort))
         tally.left_out += self._names(uplinks.dropped) if engine.patient else []
         tally.server_seconds += time.perf_counter() - began - uplinks.waited

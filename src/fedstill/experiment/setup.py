@@ -272,6 +272,10 @@ def attack_of(config: Config, federation: Federation, hierarchy: Hierarchy) -> A
         wire = region.method.wire(region.task)
         if "model" not in wire.up or "model" not in wire.down:
             raise SettingError(f"attack = {config.attack!r} changes clients' models, and this method sends none")
+        if attack.kind == "buffers" and region.task.size == region.task.trainable:
+            raise SettingError("attack = 'buffers' changes BatchNorm's statistics, and this network has none")
+        if attack.kind == "extra" and wire.up.keys() <= {"model"}:
+            raise SettingError("attack = 'extra' changes what clients send beside the model, and this is nothing")
     return attack
 
 

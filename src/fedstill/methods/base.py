@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 import numpy as np
 import torch
@@ -39,6 +39,9 @@ class Part:
     dtype: torch.dtype = torch.float32
     optional: bool = False  # not in every round's message
     least: float | None = None  # the smallest number that can be in it
+    # Which robust rules protect what the server makes of it: any (it takes a plain mean or sum over the clients), those
+    # that choose whole uplinks, or none (one client's number can count without limit).
+    defence: Literal["any", "selection", "none"] = "selection"
 
     @property
     def nbytes(self) -> int:

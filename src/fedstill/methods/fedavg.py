@@ -22,7 +22,7 @@ class FedAvg(Method):
     paper: ClassVar[str] = "McMahan et al. 2017"
 
     def wire(self, task: Task) -> Wire:
-        weights = Part((task.size,), "weights", task.dtype)
+        weights = Part((task.size,), "weights", task.dtype, defence="any")
         return Wire(down={"model": weights}, up={"model": weights})
 
     def downlink(self, server: Server) -> Message:

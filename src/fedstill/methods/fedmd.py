@@ -49,7 +49,7 @@ class FedMD(FedAvg):
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
         assert task.proxy is not None
-        logits = {"logits": Part((len(task.proxy), task.classes), "logits of the public samples")}
+        logits = {"logits": Part((len(task.proxy), task.classes), "logits of the public samples", defence="any")}
         kept = plain if self.average_weights else Wire({}, {})
         return Wire(kept.down | logits, kept.up | logits)
 

@@ -31,7 +31,7 @@ class FedNova(FedAvg):
 
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
-        return Wire(plain.down, plain.up | {"a": Part((), "normalised number of steps", torch.float64)})
+        return Wire(plain.down, plain.up | {"a": Part((), "normalised number of steps", torch.float64, defence="none")})
 
     def uplink(self, client: Client) -> Message:
         assert client.trained is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -22,6 +22,8 @@ from fedstill.train.task import Task
 class Modifier(Method):
     """Passes every question on to the method it modifies."""
 
+    rule: ClassVar[bool] = False  # whether it defends the methods inside it against malicious clients
+
     inner: Method = field(default_factory=FedAvg, kw_only=True)
 
     def needs(self) -> Needs:
@@ -38,6 +40,10 @@ class Modifier(Method):
     def check(self, task: Task) -> None:
         if any(type(part) is type(self) for part in self.inner.parts()):
             raise SettingError(f"{self.name} can be joined once")
+        rules = [part.name for part in self.inner.parts() if isinstance(part, Modifier) and part.rule]
+        if rules and not self.rule:
+            last = f"leave {self.name} out" if self.concludes else f"put {rules[-1]} last"
+            raise SettingError(f"{self.name} after {rules[-1]} uses what clients send as it comes, undefended; {last}")
         self.inner.check(task)
 
     def parts(self) -> list[Method]:

@@ -31,7 +31,7 @@ class QFFL(FedAvg):
 
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
-        return Wire(plain.down, plain.up | {"loss": Part((), "loss before training", torch.float64)})
+        return Wire(plain.down, plain.up | {"loss": Part((), "loss before training", torch.float64, defence="none")})
 
     def objective(self, client: Client) -> Objective:
         # F_k(w_t) over all local training data, before the first step

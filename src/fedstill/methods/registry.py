@@ -53,6 +53,10 @@ _MODIFIERS = {
     "norm-clip": "robust:NormClip",
     "krum": "robust:Krum",
     "multi-krum": "robust:MultiKrum",
+    "bulyan": "robust:Bulyan",
+    "geomed": "robust:GeoMed",
+    "centered-clip": "robust:CenteredClip",
+    "fltrust": "robust:FLTrust",
 }
 
 

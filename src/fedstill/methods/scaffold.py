@@ -35,7 +35,7 @@ class SCAFFOLD(FedAvg):
 
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
-        control = Part((task.trainable,), "control variate", task.dtype)
+        control = Part((task.trainable,), "control variate", task.dtype, defence="any")
         return Wire(plain.down | {"c": control}, plain.up | {"c_change": control})
 
     def start(self, server: Server) -> None:

@@ -15,7 +15,8 @@ from fedstill.cli.commands import Flags, config_of, console, results_table, run_
 from fedstill.core.errors import SettingError
 from fedstill.core.tree import Tree
 from fedstill.experiment.setup import largest_answer, load_data, undivided
-from fedstill.experiment.sites import Link, Own, Site, Terms, regions_of
+from fedstill.experiment.site import Own, Site
+from fedstill.experiment.sites import Link, Terms, regions_of
 from fedstill.experiment.sites import serve as serve_sites
 
 _INSECURE = "insecure: nothing is encrypted, and anybody on the way can read and change what is sent"

@@ -54,7 +54,7 @@ class Step(StrEnum):
 
 SENTENCES = {
     Code.DATA_UNREADABLE: "its data could not be read",
-    Code.DATA_MISFIT: "its data do not fit the run: their shape, their classes or their number",
+    Code.DATA_MISFIT: "its data do not fit the run: their shape or their classes",
     Code.SETTING_REFUSED: "it cannot work with a setting of the run",
     Code.FILE_NAMED: "the run names a file or a download, which a site never opens; it has to be given one of its own",
     Code.TOKENIZER_REFUSED: "the tokenizer that it was sent is not one, or too large",

@@ -23,7 +23,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.experiment.config import Config, read_toml
 from fedstill.experiment.setup import network_maker
 from fedstill.methods import registry
-from fedstill.methods.base import Method, Part
+from fedstill.methods.base import Method, Part, misfit
 from fedstill.methods.kinds import MEANING, Kind
 from fedstill.train.task import Task
 
@@ -220,9 +220,9 @@ def _parts_beyond_weights(name: str, task: Task) -> list[str]:
 
 
 def check_message(message: Any, declared: Mapping[str, Part], deny: Sequence[Kind]) -> None:
-    """Refuse to send what a method did not declare, or what became denied."""
-    if not isinstance(message, dict) or not set(message) <= set(declared):
-        raise Refusal(Code.ANSWER_UNDECLARED, "the method sends parts that it does not declare")
+    """Refuse to send what a method did not declare, or what is denied."""
+    if problem := misfit(message, dict(declared)):
+        raise Refusal(Code.ANSWER_UNDECLARED, f"the method's answer is not what it declares: {problem}")
     if any(declared[name].kind in deny for name in message):
         raise Refusal(Code.NOT_ALLOWED, "the method sends what this site's policy denies")
 

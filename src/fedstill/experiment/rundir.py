@@ -28,7 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from fedstill.core import tree
+from fedstill.core import tree, trust
 from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.core.files import sync, write_atomic
 from fedstill.core.store import Store
@@ -46,6 +46,7 @@ TENSORBOARD = "tensorboard"
 SERVED = "run.json"
 _FILES = (
     *("summary.json", "metrics.jsonl", "clients.csv", "model.safetensors", "tokenizer.json", "curves.png", "log.txt"),
+    *(trust.CODE, "received.jsonl"),
 )
 
 
@@ -92,10 +93,15 @@ class RunDirectory:
 
     def write_config(self, config: Config) -> None:
         """Set the settings of a run, or change those of one that goes on."""
+        trust.record(self.path, config.model_dump())
         write_atomic(self.path / "config.toml", config.toml())
 
     def config(self, *, custom_method: bool = False) -> Config:
-        return resolve(read_toml(self.path / "config.toml"), custom_method=custom_method)
+        """The settings. A method in a file is run for that, unless it is the caller's own (`custom_method`)."""
+        settings = read_toml(self.path / "config.toml")
+        if not custom_method:
+            trust.check(self.path, settings)
+        return resolve(settings, custom_method=custom_method)
 
     def records(self) -> list[Record]:
         """The rounds in metrics.jsonl. A line cut short by a crash, and what follows it, is left out."""

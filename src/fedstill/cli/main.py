@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextvars import copy_context
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
@@ -528,6 +529,10 @@ def _settings(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Entry point: what the user can mend is one line, without a traceback."""
+    copy_context().run(_main)  # what one call confirms does not hold for the next
+
+
+def _main() -> None:
     if on_terminal():
         trust.confirm.set(ask)
     try:

@@ -205,7 +205,8 @@ class Consent:
             return False
         if about not in self._answers:
             self._answers[about] = None
-            threading.Thread(target=self._put, args=(about, question, self._ask), daemon=True).start()
+            put = threading.Thread(target=self._put, args=(about, question, self._ask), name="consent", daemon=True)
+            put.start()
         return self._answers[about]
 
     def _put(self, about: tuple[str, str], question: str, ask: Callable[[str], bool]) -> None:

@@ -187,7 +187,6 @@ class _Site:
 
 def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     try:
-        check_private(path)
         key = load_ssh_private_key(path.read_bytes(), None)
     except OSError as error:
         raise FedstillError(f"the key {path} cannot be read: {error.strerror}") from error
@@ -197,6 +196,7 @@ def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:
         raise FedstillError(f"{path} is not a private key in OpenSSH's format: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise FedstillError(f"{path} is not an elliptic-curve key; make one with `ssh-keygen -t ecdsa -b 384`")
+    check_private(path)
     return key
 
 

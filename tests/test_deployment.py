@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow
 NAMES = ("north", "south", "west")
 SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k not in ("engine", "clients")}
 SETTINGS |= {"model": "mlp", "model_options": {"hidden": [8]}, "participation": 1.0, "rounds": 2}
+ALLOWED = ("--allow", "scaffold", "--allow", "dafkd")  # what sends more than weights
 PATIENCE = 200.0  # seconds, on a machine that does other things too
 
 
@@ -51,8 +52,9 @@ class Trial:
         place = ["--directory", folder] if folder else []
         key = key or f"keys/sites/{name}"
         return self.start(
-            "join", f"127.0.0.1:{self.port}", "--key", key, "--ca", "keys/ca.pem", *place, log=f"{name}.log"
-        )
+            "join", f"127.0.0.1:{self.port}", "--key", key, "--ca", "keys/ca.pem", *place, *ALLOWED,
+            log=f"{name}.log",
+        )  # fmt: skip
 
     def serve(self, out: str, method: str, *words: str, **settings: Any) -> subprocess.Popen[bytes]:
         (self.folder / f"{out}.toml").write_text(toml(SETTINGS | settings | {"method": method}))
@@ -244,7 +246,7 @@ def test_regions_come_to_the_bits_of_one_machine_also_when_one_is_killed(trial: 
         log="regions.log",
     )  # fmt: skip
     east, _ = region("east", "keys", trial.port), region("far", "far", far)
-    trial.start("join", f"127.0.0.1:{far}", "--key", "far/sites/solo", "--ca", "far/ca.pem", log="solo.log")
+    trial.start("join", f"127.0.0.1:{far}", "--key", "far/sites/solo", "--ca", "far/ca.pem", *ALLOWED, log="solo.log")
 
     def rounds_of_east() -> int:
         return max((len(records(path)) for path in (trial.folder / "region-east/runs").glob("*")), default=0)
@@ -258,3 +260,35 @@ def test_regions_come_to_the_bits_of_one_machine_also_when_one_is_killed(trial: 
     ours, theirs = (trial.folder / name / "model.safetensors" for name in ("regions", "alone-regions"))
     assert [r["round"] for r in records(trial.folder / "regions")] == [2, 4]
     assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_what_a_site_says_at_home_is_not_heard_at_the_server(tmp_path: Path) -> None:
+    """A site with unreadable data, one whose owner did not agree, and one that takes part."""
+    marker = "zqxmarker"
+    trial = Trial(tmp_path, free_port())
+    make(tmp_path / "keys", list(NAMES), ["127.0.0.1"])
+    (tmp_path / f"{marker}.csv").write_text(f"{marker}, 1961-04-02, positive, 1\n{marker}\x1b[2J,a,b,c\n")
+    settings = {"data": "glosses-mini", "model": "bag", "model_options": {}, "image_size": 0, "rounds": 1}
+    place = ("--ca", "keys/ca.pem", "--key")
+    try:
+        server = trial.serve("run", "qffl", "--needed", "1", "--wait", "20", **settings)
+        where = f"127.0.0.1:{trial.port}"
+        trial.start("join", where, *place, "keys/sites/north", "--data", f"{marker}.csv", log="north.log")
+        trial.start("join", where, *place, "keys/sites/south", log="south.log")
+        trial.start("join", where, *place, "keys/sites/west", "--allow", "qffl", log="west.log")
+        trial.ends_well(server, "run")
+    finally:
+        trial.stop()
+    everything = [path for path in (tmp_path / "run").rglob("*") if path.is_file()] + [tmp_path / "run.log"]
+    assert not any(marker.encode() in path.read_bytes() for path in everything)
+    said = " ".join((tmp_path / "run/log.txt").read_text().split())
+    assert "north cannot take part: its data could not be read (code data-unreadable, step load, number " in said
+    assert "south cannot take part: its policy does not allow this method" in said
+    assert marker in trial.log("north")
+    assert "--allow qffl" in trial.log("south")
+    sent = [json.loads(line) for line in (tmp_path / "site-west/audit.jsonl").read_text().splitlines()]
+    received = [json.loads(line) for line in (tmp_path / "run/received.jsonl").read_text().splitlines()]
+    assert {line["sha256"] for line in sent} == {line["sha256"] for line in received if line["site"] == "west"}
+    kept = [tmp_path / "site-west", *(tmp_path / "site-west").rglob("*")]
+    assert {"answer.safetensors", "audit.jsonl"} <= {path.name for path in kept}
+    assert not any(path.stat().st_mode & 0o077 for path in kept), "and what it keeps is its owner's alone"

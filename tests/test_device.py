@@ -20,7 +20,7 @@ from fedstill.core import device, tree
 from fedstill.core.weights import FlatNet
 from fedstill.experiment.api import Result
 from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.sites import Own, Site
+from fedstill.experiment.site import Own, Site
 from fedstill.methods import registry
 from fedstill.train.task import Samples
 

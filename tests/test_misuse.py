@@ -381,7 +381,8 @@ def test_too_few_good_clients_stop_the_run_and_its_checkpoint_is_kept(
     assert (tmp_path / "run" / "checkpoints" / "round-000001.safetensors").exists()
     # With the clients mended, the run goes on as if nothing had been.
     file.write_text(faulty.read_text().replace("client.id >= self.bad", "True"))
-    assert fedstill("resume", tmp_path / "run").code == 0
+    assert "--trust-code" in message(fedstill("resume", tmp_path / "run"))
+    assert fedstill("resume", tmp_path / "run", "--trust-code").code == 0
     good_run = run("fedavg", tmp_path / "good", participation=1.0)
     assert_same_run(tmp_path / "run", good_run)
 
@@ -470,7 +471,7 @@ def test_a_method_that_raises_is_one_line_and_its_traceback_is_in_the_log(
     assert [row["round"] for row in metrics(tmp_path / "run")] == [1]
 
     file.write_text("import fedstill\nclass Failing(fedstill.FedAvg): pass  # mended\n")
-    assert fedstill("resume", tmp_path / "run").code == 0
+    assert fedstill("resume", tmp_path / "run", "--trust-code").code == 0
     assert_same_run(tmp_path / "run", undisturbed)
 
 

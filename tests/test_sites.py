@@ -16,16 +16,20 @@ from conftest import SMALL, slow
 import fedstill
 from fedstill.core import tree
 from fedstill.core.errors import SettingError
+from fedstill.core.reports import Code, Step, code_of, report, step_of
 from fedstill.core.tree import Tree
 from fedstill.data import tokens
 from fedstill.experiment import rundir
 from fedstill.experiment.config import resolve
+from fedstill.experiment.policy import Policy
 from fedstill.experiment.rundir import RunDirectory
 from fedstill.experiment.runner import Listener
-from fedstill.experiment.sites import Own, Site, Terms, _labelled_as, serve
+from fedstill.experiment.site import Own, Site, _labelled_as
+from fedstill.experiment.sites import Terms, serve
 
 SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"} | {"clients": 3, "participation": 1.0}
 NAMES = ("north", "south", "west")
+POLICY = Policy(allow=("scaffold", "dafkd", "ccvr", "feddistill"))  # what tests run that sends more than weights
 
 
 @dataclasses.dataclass
@@ -37,7 +41,7 @@ class Wire:
     """Sites in this process, behind bytes."""
 
     def __init__(self, folder: Path, **data: str) -> None:
-        self.sites = {name: Site(folder / name, Own(data=data.get(name, ""))) for name in NAMES}
+        self.sites = {name: Site(folder / name, Own(data=data.get(name, "")), POLICY) for name in NAMES}
         self.away = set[str]()
 
     def present(self) -> set[str]:
@@ -196,7 +200,7 @@ def test_a_site_that_comes_late_takes_part_from_then_on(tmp_path: Path) -> None:
         (lambda a: {"samples": -3}, "samples"),
         (lambda a: {"samples": a["samples"] + 1}, "samples"),
         (lambda a: {"metrics": {"train_loss": "low"}}, "metrics are not numbers"),
-        (lambda a: {"error": "out of disk"}, "out of disk"),
+        (lambda a: {"error": "out of disk"}, "not one of the known codes"),
     ],
 )
 def test_a_bad_answer_is_dropped_and_changes_nothing_else(tmp_path: Path, change: Any, reason: str) -> None:
@@ -300,11 +304,14 @@ def test_what_a_site_cannot_do_is_said(tmp_path: Path) -> None:
             try:
                 return super().answer(name, request)
             except fedstill.FedstillError as error:
-                return {"error": str(error)}
+                return {"error": report(code_of(error), step_of(error), "4f2a")}
 
     result = served(Caught(tmp_path, south=str(tmp_path / "odd.npz")), tmp_path / "run")
     assert [r["clients"] for r in result.records] == [2, 2, 2]
-    assert "cannot take part: image_size=16 needs images" in (tmp_path / "run/log.txt").read_text()
+    assert (
+        "cannot take part: it cannot work with a setting of the run (code setting-refused, step load"
+        in (tmp_path / "run/log.txt").read_text()
+    )
     with pytest.raises(fedstill.SettingError, match="attack"):
         served(Wire(tmp_path), tmp_path / "other", attack="noise", attackers=1)
     nobody = Wire(tmp_path)
@@ -373,11 +380,11 @@ def test_a_site_that_cannot_take_part_is_complained_about_once(tmp_path: Path) -
         def answer(self, name: str, request: Tree) -> Any:
             if name == "south":
                 self.asked += 1
-                return {"error": "no such\ndata"}
+                return {"error": report(Code.DATA_UNREADABLE, Step.LOAD, "4f2a")}
             return super().answer(name, request)
 
     wire = Unable(tmp_path)
     served(wire, tmp_path / "run", rounds=4)
     said = (tmp_path / "run/log.txt").read_text()
-    assert said.count("south cannot take part: no such data") == 1
+    assert said.count("south cannot take part: its data could not be read (code data-unreadable, step load") == 1
     assert wire.asked == 1

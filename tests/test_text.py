@@ -29,7 +29,7 @@ from fedstill.experiment.config import TEXT_TRAINING, resolve
 from fedstill.experiment.final import FinalModel, read_weights
 from fedstill.experiment.rundir import RunDirectory
 from fedstill.experiment.setup import prepare
-from fedstill.experiment.sites import Own
+from fedstill.experiment.site import Own
 from fedstill.methods import registry
 from fedstill.models import build, pretrained
 from fedstill.models.base import Classifier

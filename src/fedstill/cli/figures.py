@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from fedstill.cli.consent import TrustCode
+
 app = typer.Typer(
     help="Draw a figure of finished runs: PNG, SVG or PDF, by the ending of --out.",
     pretty_exceptions_enable=False,
@@ -59,6 +61,7 @@ def bubbles(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")],
     out: Annotated[Path, _out("bubbles")] = Path("bubbles.png"),
     title: Title = "",
+    trust_code: TrustCode = False,
 ) -> None:
     """Who holds what: clients by classes."""
     _pictures().bubbles(directory, out, title)
@@ -66,7 +69,10 @@ def bubbles(
 
 @app.command()
 def confusion(
-    directories: Runs, out: Annotated[Path, _out("confusion")] = Path("confusion.png"), title: Title = ""
+    directories: Runs,
+    out: Annotated[Path, _out("confusion")] = Path("confusion.png"),
+    title: Title = "",
+    trust_code: TrustCode = False,
 ) -> None:
     """What the final models take each class of the test set for."""
     _pictures().confusion(directories, out, title)
@@ -78,6 +84,7 @@ def tsne(
     samples: Samples = 500,
     out: Annotated[Path, _out("tsne")] = Path("tsne.png"),
     title: Title = "",
+    trust_code: TrustCode = False,
 ) -> None:
     """The final models' features of test samples, in the plane."""
     _pictures().tsne(directories, samples, out, title)
@@ -92,6 +99,7 @@ def landscape(
     samples: Samples = 500,
     out: Annotated[Path, _out("landscape")] = Path("landscape.png"),
     title: Title = "",
+    trust_code: TrustCode = False,
 ) -> None:
     """The test loss around the final models, along filter-normalised directions (Li et al. 2018)."""
     _pictures().landscape(directories, dim, points, span, samples, out, title)
@@ -103,6 +111,7 @@ def distance(
     band: Annotated[Literal["std", "range"], typer.Option(help="Around the mean over seeds.")] = "std",
     out: Annotated[Path, _out("distance")] = Path("distance.png"),
     title: Title = "",
+    trust_code: TrustCode = False,
 ) -> None:
     """How far the global model is from the final one, by round, for runs with --set save_models=1."""
     _pictures().distance(directories, band, out, title)

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextvars import copy_context
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedstill.cli import figures, keys
+from fedstill.cli import cache, figures, keys
+from fedstill.cli.consent import (
+    Allow,
+    Deny,
+    Download,
+    MaxHours,
+    MaxRounds,
+    PolicyFile,
+    TrustCode,
+    ask,
+    on_terminal,
+    policy_of,
+)
 from fedstill.cli.failure import Halted, one_line
+from fedstill.core import trust
 from fedstill.core.errors import FedstillError
 
 UsageError: Any = typer.BadParameter.__base__  # of typer's own copy of click, or of click
@@ -27,6 +41,7 @@ app = typer.Typer(
 
 app.add_typer(figures.app, name="figure", rich_help_panel="Look")
 app.add_typer(keys.app, name="keys", rich_help_panel="Many machines")
+app.command(name="cache", rich_help_panel="Look")(cache.cache)
 
 # Arguments of a command that are not settings of a run.
 _NOT_SETTINGS = ("method", "methods", "out", "set_", "force", "dry_run", "seeds", "sweep", "jobs", "tensorboard")
@@ -221,6 +236,7 @@ def resume(
     rounds: Annotated[int | None, typer.Option(help="Go on to this round, also after the run had ended.")] = None,
     device: Annotated[str | None, typer.Option(help="Go on here: cpu, cuda, cuda:1 and so on, or auto.")] = None,
     tensorboard: TensorBoard = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Continue a run after any interruption; the result is the same, bit for bit."""
     _commands().resume(directory, rounds, device=device, tensorboard=tensorboard)
@@ -300,6 +316,8 @@ def region(
     model: OwnModel = "",
     pretrained: OwnPretrained = "",
     directory: Annotated[Path | None, typer.Option(help=r"What it keeps between rounds. \[region-NAME]")] = None,
+    download: Download = None,
+    policy: PolicyFile = None,
     insecure: Insecure = False,
 ) -> None:
     """Train with regions: a regional server, which runs its sites' rounds and answers the global one once an episode.
@@ -312,6 +330,7 @@ def region(
     importlib.import_module("fedstill.cli.network").region(
         server, key=key, ca=ca, keys=keys, host=host, port=port, timeout=timeout, needed=needed,
         wait_after=wait_after, recount=recount or [], directory=directory, insecure=insecure,
+        policy=policy_of(policy, download=download),
         data=data, data_dir=data_dir, method=method, model=model, pretrained=pretrained,
     )  # fmt: skip
 
@@ -332,14 +351,26 @@ def join(
     device: Annotated[str, typer.Option(help="Where the site trains: cpu, cuda, cuda:1 and so on, or auto.")] = "cpu",
     directory: Annotated[Path | None, typer.Option(help=r"What the site keeps between rounds. \[site-NAME]")] = None,
     insecure: Insecure = False,
+    allow: Allow = None,
+    deny: Deny = None,
+    max_rounds: MaxRounds = None,
+    max_hours: MaxHours = None,
+    download: Download = None,
+    policy: PolicyFile = None,
 ) -> None:
     """Train with sites that keep their data: a site's end. Runs until it is stopped.
 
     \b
     fedstill join server.example:9092 --key trial/sites/north --ca trial/ca.pem --data ./images
+
+    What is sent is listed in the site's audit.jsonl. Methods that send more than weights need --allow METHOD.
     """
+    agreed = policy_of(
+        policy, allow=allow or [], deny=deny or [], max_rounds=max_rounds, max_hours=max_hours, download=download
+    )
     importlib.import_module("fedstill.cli.network").join(
-        server, key=key, ca=ca, directory=directory, insecure=insecure,
+        server, key=key, ca=ca, directory=directory, insecure=insecure, policy=agreed,
+        ask=ask if on_terminal() else None,
         data=data, data_dir=data_dir, method=method, model=model, pretrained=pretrained, device=device,
     )  # fmt: skip
 
@@ -428,6 +459,7 @@ def report(
     directories: Annotated[list[Path], typer.Argument(help="Run directories, or folders that hold some.")],
     out: Annotated[Path, typer.Option(help="The page, one file.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="What to write above it.", show_default=False)] = "",
+    trust_code: TrustCode = False,
 ) -> None:
     """Write a page about runs: results, figures, settings."""
     importlib.import_module("fedstill.cli.pictures").report(directories, out, title)
@@ -438,6 +470,7 @@ def episodes(
     directory: Annotated[Path, typer.Argument(help="The directory of a run with regions.")],
     classes: Annotated[bool, typer.Option("--classes", help="Also how reliable each region is on each class.")] = False,
     out: Annotated[Path | None, typer.Option(help="Draw the last episode's confusion matrices: PNG, SVG, PDF.")] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Show what each meeting of the regions came to, for example after 'fedstill run f2l --set pool=0.1'."""
     _commands().episodes(directory, classes=classes, out=out)
@@ -452,6 +485,7 @@ def reteach(
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting for all.")] = None,
     episode: Annotated[int | None, typer.Option(help=r"Which episode's teachers. \[the last]")] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Teach the global model again from saved teachers, with other settings.
 
@@ -468,6 +502,7 @@ def samples(
     client: Annotated[list[int] | None, typer.Option(help=r"Which client; can be repeated. \[the first four]")] = None,
     count: Annotated[int, typer.Option(help="Images of each.", min=1)] = 32,
     out: Annotated[Path, typer.Option(help="The picture: PNG, SVG or PDF.")] = Path("samples.png"),
+    trust_code: TrustCode = False,
 ) -> None:
     """Draw what generators make, the clients' or the server's, for example after 'fedstill run fedkf'."""
     _commands().samples(directory, client or [], count, out)
@@ -518,6 +553,12 @@ def _settings(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Entry point: what the user can mend is one line, without a traceback."""
+    copy_context().run(_main)  # what one call confirms does not hold for the next
+
+
+def _main() -> None:
+    if on_terminal():
+        trust.confirm.set(ask)
     try:
         code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
     except UsageError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import os
 import signal
 import tempfile
@@ -18,11 +19,14 @@ from typing import TYPE_CHECKING
 from fedstill.cli.commands import Flags, config_of, console, results_table, run_in, run_name, say
 from fedstill.cli.failure import TERMINATED, Terminated
 from fedstill.core.errors import SettingError, unknown
-from fedstill.core.tree import Tree
+from fedstill.core.owner import check_private
 from fedstill.experiment.config import Config
+from fedstill.experiment.policy import Policy
+from fedstill.experiment.regional import RegionalServer
 from fedstill.experiment.rundir import SERVED
 from fedstill.experiment.setup import largest_answer, load_data, undivided
-from fedstill.experiment.sites import Link, Own, Site, Terms, regions_of
+from fedstill.experiment.site import Own, Site
+from fedstill.experiment.sites import Link, Terms, regions_of
 from fedstill.experiment.sites import serve as serve_sites
 
 if TYPE_CHECKING:
@@ -131,6 +135,8 @@ def _listening(
     for path in (certificates.ca, certificates.certificate, certificates.key) if certificates else ():
         if not path.is_file():
             raise SettingError(f"{path} is missing; 'fedstill keys' makes it, and --insecure does without")
+    if certificates:
+        check_private(certificates.key)
     _say_dates(certificates)
     with tempfile.TemporaryDirectory(prefix="fedstill-") as scratch, FlowerLink(
         # Without a database no message stays on the disk. What must last is in the run directory.
@@ -201,34 +207,37 @@ def _warn(insecure: bool) -> None:
 
 def region(
     server: str, *, key: Path, ca: Path | None, keys: Path, host: str, port: int, timeout: float, needed: int,
-    wait_after: float | None, recount: list[str], directory: Path | None, insecure: bool, **own: str,
+    wait_after: float | None, recount: list[str], directory: Path | None, insecure: bool, policy: Policy, **own: str,
 ) -> None:  # fmt: skip
     _needs_flower()
-    from fedstill.experiment.regional import RegionalServer
-
     public = _public_keys(keys)
     terms = _terms(public, timeout, needed, wait_after, recount)
     place = directory or Path(f"region-{key.name}")
     listen = partial(_listening, keys, public, host, port, insecure=insecure)
     with RegionalServer(
-        place, list(public), listen, own=Own(**own), terms=terms, revoked=sorted(_revoked(keys))
+        place, list(public), listen, own=Own(**own), terms=terms, policy=policy, revoked=sorted(_revoked(keys))
     ) as regional:
-        _answer(regional.handle, server, key, ca, place, insecure=insecure)
+        _answer(regional, server, key, ca, place, insecure=insecure)
     _leave()
 
 
-def join(server: str, *, key: Path, ca: Path | None, directory: Path | None, insecure: bool, **own: str) -> None:
+def join(
+    server: str, *, key: Path, ca: Path | None, directory: Path | None, insecure: bool, policy: Policy,
+    ask: Callable[[str], bool] | None, **own: str,
+) -> None:  # fmt: skip
     _needs_flower()
     if not own["data"]:
         say("no --data: this site takes its share of what the run divides, which is for trials")
     place = directory or Path(f"site-{key.name}")
-    _answer(Site(place, Own(**own)).handle, server, key, ca, place, insecure=insecure)
+    site = Site(place, Own(**own), policy, ask)
+    _answer(site, server, key, ca, place, insecure=insecure, most_seconds=policy.most_seconds)
     _leave()
 
 
 def _answer(
-    handle: Callable[[Tree], Tree], server: str, key: Path, ca: Path | None, place: Path, *, insecure: bool
-) -> None:
+    site: Site | RegionalServer, server: str, key: Path, ca: Path | None, place: Path, *, insecure: bool,
+    most_seconds: float = math.inf,
+) -> None:  # fmt: skip
     """Answer a server's questions until this process is told to stop."""
     from fedstill.flower.node import serve
 
@@ -238,7 +247,8 @@ def _answer(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("alembic").setLevel(logging.WARNING)
     serve(
-        handle, server=server, key=key, ca=None if insecure else ca, directory=place,
+        site.handle, server=server, key=key, ca=None if insecure else ca, directory=place, record=site.record,
+        most_seconds=most_seconds,
         ready=lambda: say(f"connected to {server} as {key.name}"),
     )  # fmt: skip
 

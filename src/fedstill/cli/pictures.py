@@ -13,6 +13,7 @@ import numpy as np
 from rich.progress import track
 
 from fedstill.cli import commands
+from fedstill.core import trust
 from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.core.files import read_json, write_atomic
 from fedstill.data.federation import Federation
@@ -301,6 +302,7 @@ def _federation(path: Path) -> Federation:
     """The data of a run, divided as they were."""
     config = RunDirectory.open(path, lock=False).config(custom_method=True)
     refuse_objects(path, config, {"method": True, "model": True})
+    trust.check(path, {"data": config.data})
     return divide(config, load_data(config))
 
 

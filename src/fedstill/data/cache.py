@@ -1,4 +1,7 @@
-"""Decoded datasets on disk: read once from their own files, then mapped into memory at every later start."""
+"""Decoded datasets on disk: read once from their own files, then mapped into memory at every later start.
+
+A copy is as private as the data: it is for its owner alone, and is deleted when it was not used for a while.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,22 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedstill.core.errors import DataError
 from fedstill.core.files import naming, read_json, write_json
+from fedstill.core.owner import tighten
 from fedstill.data.formats.decoded import Array, Decoded, Part, SourceFile
 
 VERSION = 1  # of what is stored; a new number makes every older entry unused
 ENDS = 65_536  # bytes looked at from each end of a file
 LOOKED_INTO = 256  # files whose ends enter the key; of more files, so many spread evenly
 STALE_SECONDS = 24 * 3600
+EXPIRES_DAYS = 30  # without use
 
 
 def cache_folder() -> Path:
@@ -40,7 +46,7 @@ def cached(
         return stored
     decoded = build()
     try:
-        return _store(entry, decoded)
+        return _store(entry, decoded, str(root.resolve()))
     except OSError as error:
         warnings.warn(
             f"decoded data are not kept for the next start: {error}; FEDSTILL_CACHE can name another folder",
@@ -76,21 +82,23 @@ def _ends(path: str | Path) -> bytes:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _store(entry: Path, decoded: Decoded) -> Decoded:
+def _store(entry: Path, decoded: Decoded, source: str) -> Decoded:
     """Write an entry under another name and rename it, so that nobody ever sees a part of one."""
-    entry.parent.mkdir(parents=True, exist_ok=True)
+    entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _sweep(entry.parent)
     temporary = entry.with_name(f".{entry.name}.{secrets.token_hex(6)}.tmp")
     try:
-        temporary.mkdir()
+        temporary.mkdir(mode=0o700)
         checks: dict[str, Any] = {}
         for name, array in _arrays(decoded).items():
             path = temporary / f"{name}.npy"
             with naming(path):
                 np.save(path, array, allow_pickle=False)
+            tighten(path)
             checks[name] = _check(path)
         meta = {
             "version": VERSION,
+            "source": source,
             "classes": decoded.classes,
             "client_names": decoded.client_names,
             "mean": decoded.mean,
@@ -99,6 +107,7 @@ def _store(entry: Path, decoded: Decoded) -> Decoded:
             "arrays": checks,
         }
         write_json(temporary / "meta.json", meta)
+        tighten(temporary / "meta.json")
         return _publish(temporary, entry) or decoded
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -124,13 +133,48 @@ def _publish(temporary: Path, entry: Path) -> Decoded | None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what a killed process left behind."""
+    """Remove what a killed process left behind, and what nobody uses any more."""
     for leftover in folder.glob(".*.tmp"):
         try:
             if time.time() - leftover.stat().st_mtime > STALE_SECONDS:
                 shutil.rmtree(leftover, ignore_errors=True)
         except FileNotFoundError:
             continue
+    for entry in entries(folder):
+        if time.time() - entry.used > EXPIRES_DAYS * 86_400:
+            remove(entry)
+
+
+class Entry(NamedTuple):
+    """A copy: where it is, of what, how large, and when it was last used (seconds since 1970)."""
+
+    path: Path
+    source: str
+    bytes: int
+    used: float
+
+
+def entries(folder: Path | None = None) -> list[Entry]:
+    """Every copy there is, the least recently used first."""
+    found = []
+    for meta in (folder or cache_folder()).glob("*/meta.json"):
+        with suppress(OSError, ValueError, AttributeError):
+            source = str(read_json(meta).get("source", "not recorded"))
+            size = sum(file.stat().st_size for file in meta.parent.iterdir())
+            found.append(Entry(meta.parent, source, size, meta.stat().st_mtime))
+    return sorted(found, key=lambda entry: entry.used)
+
+
+def remove(entry: Entry) -> None:
+    """Delete a copy. A process that has it mapped keeps what it has."""
+    shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _use(entry: Path) -> None:
+    """Note that a copy is used, and take from others what an older version let them do with it."""
+    with suppress(OSError):
+        os.utime(entry / "meta.json")
+        tighten(entry)
 
 
 def _arrays(decoded: Decoded) -> dict[str, Array]:
@@ -143,6 +187,7 @@ def _read(entry: Path) -> Decoded | None:
     """A stored entry with its samples mapped, not read; None if there is none or it is damaged."""
     try:
         meta = read_json(entry / "meta.json")
+        _use(entry)
         arrays = {}
         for name, check in meta["arrays"].items():
             path = entry / f"{name}.npy"

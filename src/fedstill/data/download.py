@@ -13,6 +13,7 @@ import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -39,9 +40,31 @@ class Download:
         return self.url.rsplit("/", 1)[-1]
 
 
+_REFUSED: ContextVar[bool] = ContextVar("refused", default=False)
+
+
 def allowed() -> bool:
-    """Whether downloading is wanted: not with FEDSTILL_OFFLINE=1."""
-    return os.environ.get("FEDSTILL_OFFLINE", "") in ("", "0")
+    """Whether downloading is wanted: not with FEDSTILL_OFFLINE=1, nor while it is refused."""
+    return not _REFUSED.get() and os.environ.get("FEDSTILL_OFFLINE", "") in ("", "0")
+
+
+def why_not() -> str:
+    """Why it is not allowed."""
+    return (
+        "a site fetches nothing that a server names, but with --download"
+        if _REFUSED.get()
+        else ("FEDSTILL_OFFLINE is set")
+    )
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """Fetch nothing meanwhile: the names are somebody else's."""
+    before = _REFUSED.set(True)
+    try:
+        yield
+    finally:
+        _REFUSED.reset(before)
 
 
 @contextmanager

@@ -262,7 +262,7 @@ def _obtain(source: Source, folder: Path, progress: Progress | None) -> tuple[Pa
     target = folder / source.name
     reason = ""
     if source.downloads and not download.allowed():
-        reason = " (not downloaded: FEDSTILL_OFFLINE is set)"
+        reason = f" (not downloaded: {download.why_not()})"
     elif source.downloads:
         try:
             for item in source.downloads:

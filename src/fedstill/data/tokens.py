@@ -93,7 +93,7 @@ def _from_hub(name: str) -> str:
         return str(hf_hub_download(name, "tokenizer.json", local_files_only=True))
     except (OSError, ValueError):
         if not download.allowed():
-            raise SettingError(f"tokenizer = {name!r}: there is no such file, and FEDSTILL_OFFLINE is set") from None
+            raise SettingError(f"tokenizer = {name!r}: there is no such file, and {download.why_not()}") from None
     try:
         with download.quiet("huggingface_hub"):
             return str(hf_hub_download(name, "tokenizer.json"))
@@ -139,6 +139,17 @@ def encode(tokenizer: str, texts: Sequence[str], length: int) -> Array:
         for row, encoded in enumerate(encoded_texts, start):
             found[row, : len(encoded.ids)] = encoded.ids
     return found
+
+
+def check_json(tokenizer: str) -> None:
+    """Refuse what is not a tokenizer itself: from elsewhere, a name or a path is not looked for here."""
+    try:
+        found = json.loads(tokenizer)
+    except (ValueError, RecursionError) as error:
+        raise DataError("a tokenizer as JSON is needed, not its name or place") from error
+    if not isinstance(found, dict) or not isinstance(found.get("model"), dict) or not tokenizer.startswith("{"):
+        raise DataError("this JSON is no tokenizer of the tokenizers library: it has no model")
+    _parsed(tokenizer)
 
 
 def _parsed(tokenizer: str) -> Any:

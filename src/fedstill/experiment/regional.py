@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -16,14 +16,19 @@ from torch import Tensor
 
 from fedstill.attacks.attack import Attack
 from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.reports import Code, Refusal, Step, during
 from fedstill.core.tree import Message, Tree
+from fedstill.data import download
 from fedstill.data.dataset import Dataset, Split
 from fedstill.data.federation import Federation
 from fedstill.engine.worker import Score, Train, made
+from fedstill.experiment import policy as policies
+from fedstill.experiment.audit import RECEIVED, SENT, AuditLog, Recorded, sent
 from fedstill.experiment.config import Config, anchored
 from fedstill.experiment.episodes import TOTALS
 from fedstill.experiment.logfile import logging_to
 from fedstill.experiment.machine import one_thread
+from fedstill.experiment.policy import Policy
 from fedstill.experiment.regions import Hierarchy, Region, assign
 from fedstill.experiment.rollback import ROLLBACKS, seen, unseen
 from fedstill.experiment.rundir import SERVED, Record, RunDirectory, without_nan
@@ -38,9 +43,12 @@ from fedstill.experiment.setup import (
     undivided,
 )
 from fedstill.experiment.shares import COUNTS
-from fedstill.experiment.sites import Link, Own, Roll, Sites, Terms, run_number
+from fedstill.experiment.site import Own, check_tokenizer, run_number
+from fedstill.experiment.sites import Link, Roll, Sites, Terms
+from fedstill.experiment.uplinks import TooFewClients
 from fedstill.methods import registry
 from fedstill.methods.base import Method
+from fedstill.methods.kinds import Kind
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +126,7 @@ class RegionalServer:
         terms: Terms,
         listener: Listener | None = None,
         revoked: Sequence[str] = (),
+        policy: Policy | None = None,
     ) -> None:
         """`connect` lets the sites called `names` in, and no answer with more bytes than it is given.
 
@@ -125,7 +134,9 @@ class RegionalServer:
         """
         self.directory, self._names, self._revoked = directory, sorted(names), sorted(revoked)
         self.own, self.terms, self.listener = own, terms, listener
+        self.policy = policy or Policy()
         self._connect = connect
+        self._audit = AuditLog(directory / SENT)
         self._link: tuple[int, Link] | None = None
         self._linked = ExitStack()
         self._attended: _Attended | None = None
@@ -150,10 +161,16 @@ class RegionalServer:
                 if isinstance(request, Train):
                     return run.trained(down["model"], request, asked["seconds"])
             raise SettingError(f"a region does not pass {type(request).__name__} on")
-        except BaseException:
+        except BaseException as error:
             if self._attended is not None:
                 self._attended.rounds = None  # one that was cut short leaves no trace: it is read from its directory
+            if isinstance(error, TooFewClients):
+                raise Refusal(Code.TOO_FEW_SITES, str(error)) from error
             raise
+
+    def record(self, asked: Tree, answer: Tree) -> None:
+        """Write down what is about to be sent, in the region's audit log."""
+        self._audit.append(**sent(asked, answer, {"model": Kind.WEIGHTS}))
 
     def _attend(self, told: dict[str, Any]) -> _Attended:
         """Turn to the run that a question is about."""
@@ -187,7 +204,12 @@ class _Attended:
 
     def __init__(self, server: RegionalServer, told: dict[str, Any]) -> None:
         self.told, self._server = told, server
-        config = server.own.config(told["config"])
+        with during(Step.SETTINGS):
+            config = server.own.config(policies.check_text(told["config"]))
+            policies.check_settings(server.policy, config)
+            policies.check_run(server.policy, told)
+            if told["tokenizer"]:
+                check_tokenizer(told["tokenizer"])
         if config.flat:
             raise SettingError("the server's run has no regions; sites join it with 'fedstill join'")
         everywhere = assign(config, config.clients)
@@ -195,16 +217,20 @@ class _Attended:
         self._members = np.sort(everywhere[self._number])
         names = server.names(len(self._members))
         if len(self._members) != len(names):
-            raise SettingError(
-                f"the region has {len(self._members)} clients in the settings, and keys of {len(names)} here"
+            raise Refusal(
+                Code.SITES_MISCOUNTED,
+                f"the region has {len(self._members)} clients in the settings, and keys of {len(names)} here",
             )
         self._own = config.each_region()[self._number]
         self._whole = registry.make(config.method, config.hyper)
         self._method = regional_method(self._own, config, self._whole)
-        self._config, holds = _held_here(config, self._method, told)
-        self._link = server.link(largest_answer(self._config, holds))
-        clients = {name: np.array([k]) for name, k in zip(names, self._members, strict=True)}
+        own = bool(server.own.data) or server.policy.download
+        with during(Step.LOAD), nullcontext() if own else download.refused():
+            self._config, holds = _held_here(config, self._method, told)
+        policies.check_network(server.policy, self._config, holds.dataset, self._whole)
         place = server.directory / "runs" / run_number(told)
+        self._link: Link = Recorded(server.link(largest_answer(self._config, holds)), place / RECEIVED)
+        clients = {name: np.array([k]) for name, k in zip(names, self._members, strict=True)}
         self._roll = Roll(
             clients,
             holds.dataset,
@@ -241,7 +267,9 @@ class _Attended:
                 break
             time.sleep(0.2)
         if self._roll.known < needed:
-            raise FedstillError(f"only {self._roll.known} of {count} sites are there, {needed} are needed")
+            raise Refusal(
+                Code.TOO_FEW_SITES, f"only {self._roll.known} of {count} sites are there, {needed} are needed"
+            )
         federation = self._roll.federation
         sizes, tests = federation.sizes[self._members], federation.test_sizes[self._members]
         return {"samples": sizes.tolist(), "tests": tests.tolist()}

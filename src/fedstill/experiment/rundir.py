@@ -30,7 +30,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from fedstill.core import tree
+from fedstill.core import tree, trust
 from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.core.files import GrowingFile, check_file, read_sealed_json, sha256, sync, write_atomic, write_sealed_json
 from fedstill.core.index import Entries, Entry, Index, newest
@@ -56,16 +56,8 @@ TENSORBOARD = "tensorboard"
 SERVED = "run.json"
 _RESULTS = ("summary.json", "clients.csv", "model.safetensors", "curves.png")
 _FILES = (
-    *(
-        DIGESTS,
-        "summary.json",
-        "metrics.jsonl",
-        "clients.csv",
-        "model.safetensors",
-        "tokenizer.json",
-        "curves.png",
-        "log.txt",
-    ),
+    *(DIGESTS, "summary.json", "metrics.jsonl", "clients.csv", "model.safetensors", "tokenizer.json", "curves.png"),
+    *("log.txt", trust.CODE, "received.jsonl"),
 )
 
 
@@ -131,6 +123,7 @@ class RunDirectory:
 
     def write_config(self, config: Config) -> None:
         """Set the settings of a run, or change those of one that goes on."""
+        trust.record(self.path, config.model_dump())
         text = config.toml()
         write_atomic(self.path / "config.toml", f"{text}{_SEAL}{sha256(text.encode())}\n")
 
@@ -147,8 +140,12 @@ class RunDirectory:
             )
 
     def config(self, *, custom_method: bool = False) -> Config:
+        """The settings. A method in a file is run for that, unless it is the caller's own (`custom_method`)."""
         self.check_config()
-        return resolve(read_toml(self.path / "config.toml"), custom_method=custom_method)
+        settings = read_toml(self.path / "config.toml")
+        if not custom_method:
+            trust.check(self.path, settings)
+        return resolve(settings, custom_method=custom_method)
 
     def records(self) -> list[Record]:
         """The rounds in metrics.jsonl. A line cut short by a crash, and what follows it, is left out."""

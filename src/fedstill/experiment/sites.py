@@ -7,56 +7,47 @@ started again goes on where the others are.
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import time
-import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
-import torch
 
-from fedstill.core.device import find, on
-from fedstill.core.errors import DataError, FedstillError, SettingError
+from fedstill.core.device import find
+from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import read_sealed_json, write_sealed_json
-from fedstill.core.store import Store
+from fedstill.core.reports import cleaned, sentence
 from fedstill.core.tree import Message, Tree
-from fedstill.data import sources
-from fedstill.data.dataset import Dataset, sized
+from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
 from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine, Inline
-from fedstill.engine.worker import Request, Score, Train, Worker, made
+from fedstill.engine.worker import Request, Score, Worker
 from fedstill.experiment import api
-from fedstill.experiment.config import Config, anchored, fixed, resolve
+from fedstill.experiment.audit import RECEIVED, Recorded
+from fedstill.experiment.config import Config, anchored, fixed
 from fedstill.experiment.episodes import TOTALS, Episodes
 from fedstill.experiment.logfile import logging_to
-from fedstill.experiment.machine import one_thread
 from fedstill.experiment.regions import assign
-from fedstill.experiment.rollback import ROLLBACKS, seen, unseen
+from fedstill.experiment.rollback import ROLLBACKS
 from fedstill.experiment.rundir import SERVED, RunDirectory
 from fedstill.experiment.runner import Listener, Run, refuse_changes
 from fedstill.experiment.setup import (
     check_kept,
-    divide,
     keep,
     kept_tokenizer,
     load_data,
-    local_training,
-    make_task,
     prepare,
-    regional_method,
     undivided,
-    wanted_size,
 )
 from fedstill.experiment.shares import COUNTS, Counts
+from fedstill.experiment.site import Own, Site, run_number  # noqa: F401 (both ends are found here)
 from fedstill.experiment.waiting import Poll, Waits
 from fedstill.methods import registry
 from fedstill.models.base import frozen_digest
-from fedstill.models.pretrained import DISTILBERT
 
 log = logging.getLogger(__name__)
 
@@ -207,9 +198,10 @@ def _in_range(metrics: Mapping[str, float], site: str) -> dict[str, float]:
 
 
 def _reason(answer: Any) -> str:
+    """Why an answer does not count, in words of our own: of what a site sends only known codes are repeated."""
     if isinstance(answer, dict):
-        return " ".join(str(answer.get("error", "its answer cannot be understood")).split())[:500]
-    return str(getattr(answer, "reason", "its answer cannot be understood"))
+        return sentence(answer["error"]) if "error" in answer else "its answer cannot be understood"
+    return cleaned(getattr(answer, "reason", "its answer cannot be understood"), 300)
 
 
 class Roll:
@@ -350,6 +342,7 @@ def serve(
     directory = RunDirectory.open(out) if begun else RunDirectory.create(out, anchored(config))
     try:
         directory.check_rounds(config.rounds)
+        link = Recorded(link, out / RECEIVED)
         number = _number(directory)
         rollbacks = read_sealed_json(directory.path / SERVED).get(ROLLBACKS, [])
         if not regional:
@@ -471,149 +464,3 @@ def _order(out: Path, names: Sequence[str], revoked: Collection[str]) -> list[st
             hint = "its key is needed, or 'fedstill keys revoke', to go on without it"
             raise SettingError(f"site {name} belongs to this run; {hint}")
     return members
-
-
-# --- a site's end -----------------------------------------------------------------------------------------------------
-
-
-def run_number(told: Mapping[str, Any]) -> str:
-    """What tells a run from others, and names a folder here: so no server may send anything else."""
-    number = str(told["number"])
-    if not re.fullmatch("[0-9a-f]{16}", number):
-        raise SettingError(f"the server's run has the number {number!r:.40}, which is none")
-    return number
-
-
-@dataclass(frozen=True)
-class Own:
-    """What a site has of its own; empty: as the run's settings say."""
-
-    data: str = ""
-    data_dir: str = ""
-    method: str = ""  # a file (file.py:name): no file that a server names is ever run
-    model: str = ""
-    pretrained: str = ""  # a folder, or a name on the hub: neither is looked for where a server says
-    device: str = "cpu"
-
-    def config(self, text: str) -> Config:
-        """The settings of a run, as a server sent them, with what is this site's own."""
-        told = tomllib.loads(text)
-        files = {"method": self.method, "model": self.model, "data": self.data}
-        told |= {name: value for name, value in files.items() if value}
-        told.pop("tokenizer", None)  # the server sends it, not where it has it
-        named = [(name, told.get(name, "")) for name in ("method", "model", "data", "proxy")]
-        named += [("method", region.get("method", "")) for region in told.get("region", [])]
-        for name, value in named:
-            known = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
-            if not known and value not in files.values():
-                raise SettingError(f"the run has a {name} that is no name but a file, {value}; give yours to the site")
-        self._name_encoder(told)
-        return resolve(told, {"data_dir": self.data_dir, "device": self.device})
-
-    def _name_encoder(self, told: dict[str, Any]) -> None:
-        options = told.get("model_options", {})
-        if told.get("model") != "distilbert" or not isinstance(options, dict):
-            return
-        if self.pretrained:
-            told["model_options"] = options | {"pretrained": self.pretrained}
-        elif (named := options.get("pretrained", DISTILBERT)) != DISTILBERT:
-            raise SettingError(f"the run begins with a pretrained encoder, {named!r:.80}; give yours to the site")
-
-
-class Site:
-    """Answers what a server asks, from data that stay here."""
-
-    def __init__(self, directory: Path, own: Own | None = None) -> None:
-        """Without `data` of its own, a site has its share of what the run divides, to try things out."""
-        self._directory, self._own = directory, own or Own()
-        self._device = find(self._own.device)
-        self._ready: tuple[dict[str, Any], Worker] | None = None
-
-    def handle(self, asked: Tree) -> Tree:
-        run, body = asked["run"], asked["request"]
-        worker = self._worker(run)
-        if body is None:
-            return {"samples": [len(worker.federation.train_index)], "tests": [len(worker.federation.test_index)]}
-        request = made(body)
-        with one_thread(), on(self._device):
-            if isinstance(request, Score):
-                whole = Score("local", 0, len(worker.federation.test_index))
-                return {"hits": [int(worker.handle(whole, asked["down"])["right"].sum())]}
-            if isinstance(request, Train):
-                _forget_with_the_server(worker.store, run.get(ROLLBACKS, []), request.round)
-            answer = worker.handle(request, asked["down"])
-        worker.store.prune([run["client"]], needed=run["checkpoint"])
-        return answer
-
-    def _worker(self, run: dict[str, Any]) -> Worker:
-        """Made when a run's settings are first seen."""
-        key = {name: value for name, value in run.items() if name != "checkpoint"}
-        if self._ready is None or self._ready[0] != key:
-            self._ready = (key, self._prepared(run))
-        return self._ready[1]
-
-    def _prepared(self, run: dict[str, Any]) -> Worker:
-        config = self._own.config(run["config"]).model_copy(update={"tokenizer": run["tokenizer"]})
-        if self._own.data and config.proxy == "pool":  # which the server alone has
-            config = config.model_copy(update={"proxy": ""})
-        federation = self._federation(config, run)
-        method = registry.make(config.method, config.hyper)
-        task = make_task(config, federation, method)
-        if run["frozen"] and run["frozen"] != [frozen_digest(task.build().module)]:
-            raise SettingError(
-                "the frozen part of the network is not the server's: another pretrained encoder is meant"
-            )
-        steps = run["steps"] or [0] * max(1, len(config.each_region()))
-        regional = []
-        if config.flat:
-            task = task.trained_as(replace(task.local, steps_per_epoch=steps[0]))
-        else:
-            for own, count in zip(config.each_region(), steps, strict=True):
-                local = local_training(config.model_copy(update=own.of_its_own()), federation)
-                inside = regional_method(own, config, method)
-                regional.append((task.trained_as(replace(local, steps_per_epoch=count)), inside))
-        store = Store(self._directory / "state" / run_number(run), run=run_number(run), earlier=True)
-        return Worker(task, federation, method, store, tuple(regional))
-
-    def _federation(self, config: Config, run: dict[str, Any]) -> Federation:
-        """A federation in which this site's client alone has anything: its training and its test samples."""
-        source: Literal["train", "test"] = "test"
-        if self._own.data:
-            found = sized(load_data(config), wanted_size(config))
-            pool = np.zeros(0, np.int64)
-            train, test = np.arange(len(found.train)), np.arange(len(found.test))
-        else:
-            shared = divide(config, load_data(config))
-            found, train, test = shared.dataset, shared.train(run["client"]), shared.test(run["client"])
-            source, pool = shared.test_source, shared.pool_index
-        if list(found.shape) != run["shape"]:
-            raise DataError(f"samples here have shape {tuple(found.shape)}, the server's {tuple(run['shape'])}")
-        dataset = replace(_labelled_as(found, run["classes"]), mean=tuple(run["mean"]), std=tuple(run["std"]))
-        later = np.arange(run["clients"] + 1) > run["client"]
-        return Federation(dataset, train, later * len(train), test, later * len(test), pool, source)
-
-
-def _forget_with_the_server(store: Store, rollbacks: Sequence[int], round_: int) -> None:
-    """Forget rounds that the server has forgotten: those it went back over, and those it asks for again."""
-    store.rollback(round_ - 1)
-    path = store.root / "rollbacks.json"
-    if (back := unseen(rollbacks, path)) is not None:
-        store.rollback(back)
-        store.root.mkdir(parents=True, exist_ok=True)
-        seen(rollbacks, path)
-
-
-def _labelled_as(found: Dataset, classes: Sequence[str]) -> Dataset:
-    """The data with the server's classes: the same names get its numbers; classes that are only numbers keep theirs."""
-    unknown = [name for name in found.classes if name not in classes]
-    if not unknown:
-        number = torch.tensor([classes.index(name) for name in found.classes])
-        splits = {part: getattr(found, part) for part in ("train", "test")}
-        if number.tolist() != list(range(len(number))):
-            splits = {part: replace(split, y=number[split.y]) for part, split in splits.items()}
-        return replace(found, classes=tuple(classes), **splits)
-    if not all(name.isdecimal() for name in found.classes):
-        raise DataError(f"the class {unknown[0]!r} here is none of the server's: {', '.join(classes)}")
-    if len(found.classes) > len(classes):
-        raise DataError(f"there are {len(found.classes)} classes here, and the server knows {len(classes)}")
-    return replace(found, classes=tuple(classes))

@@ -29,6 +29,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from flwr.app import Message
 
 from fedstill.core.errors import DataError, FedstillError, SettingError, unknown
+from fedstill.core.reports import cleaned, sentence
 from fedstill.core.tree import Tree
 from fedstill.flower import private, superlink
 from fedstill.flower.keys import check_dates
@@ -216,7 +217,7 @@ class Link:
                 if sent is not None and sent.run is run:
                     answer = sent.run.pull(sent.message, most_bytes=self._most_bytes, seconds=question.left())
                     if answer is not None and answer.has_error() and answer.error.code in private.RESEND:
-                        _log.info("%s: %s; asking again", site, answer.error.reason)
+                        _log.info("%s: %s; asking again", site, cleaned(answer.error.reason))
                         sent, wait = None, _AGAIN
                     elif answer is not None:
                         return _read(answer, question.name, self._most_bytes)
@@ -224,9 +225,9 @@ class Link:
                 _log.debug("%s: %s", site, error)
                 wait = _AGAIN
             except (DataError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-                return Failure(f"its answer is refused: {' '.join(str(error).split())}")
+                return Failure(f"its answer is refused: {cleaned(error)}")
             except Exception as error:  # noqa: BLE001 (Flower's own, such as an upload that did not come)
-                _log.info("%s: %s; asking again", site, error)
+                _log.info("%s: %s; asking again", site, cleaned(error))
                 sent, wait = None, _AGAIN
             question.closed.wait(min(wait, max(0.0, question.left())))
         return Failure(f"no answer within {question.timeout:g} s" if present else "not connected")
@@ -405,13 +406,13 @@ def _read(answer: Message, name: str, most_bytes: int) -> Tree | Failure:
     if answer.has_error() and answer.error.code == superlink.REFUSED:
         return Failure(f"its answer is refused: {answer.error.reason}")
     if answer.has_error():
-        return Failure(f"Flower's error {answer.error.code}: {answer.error.reason}")
+        return Failure(f"Flower's error {answer.error.code}: {cleaned(answer.error.reason)}")
     said = from_records(answer.content, most_bytes=most_bytes)
     if not isinstance(said, dict) or said.get("id") != name or len(said) != 2:
         raise DataError("it does not belong to the request")
     if "body" in said:
         return said["body"]
-    return Failure(str(said.get("error")))
+    return Failure(sentence(said.get("error")))
 
 
 def _public_keys(sites: PublicKeys) -> dict[str, bytes]:

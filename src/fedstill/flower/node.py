@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import signal
 import socket
 import ssl
@@ -18,9 +19,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import RecordDict
 
-from fedstill.core import tree
+from fedstill.core import reports, tree
 from fedstill.core.errors import DataError, FedstillError
 from fedstill.core.files import write_atomic
+from fedstill.core.owner import check_private, owner_only, private_folder
+from fedstill.core.reports import Code, cleaned
 from fedstill.core.tree import Tree
 from fedstill.flower import private
 from fedstill.flower.keys import check_dates
@@ -28,6 +31,7 @@ from fedstill.flower.records import from_records, to_records
 
 _log = logging.getLogger(__name__)
 _HELD = 75.0  # seconds: Flower holds the place of a process that vanished for 60
+_LONGEST = 30 * 24 * 3600.0  # seconds that any request may take
 _BACKOFF = 5.0  # most seconds between two attempts to connect
 _LONG_BACKOFF = 60.0  # the same where somebody has to do something at the server first
 _EXPIRED = {9: "is not valid yet", 10: "has expired"}  # by OpenSSL's number of the error
@@ -43,6 +47,10 @@ class _OutOfTime(BaseException):
     """Nobody waits for the answer any more; for the same reason no Exception."""
 
 
+Record = Callable[[Tree, Tree], None]
+"""Called with every answer before it is sent: the request's body, and the answer, with a `body` or an `error`."""
+
+
 def serve(
     handle: Callable[[Tree], Tree],
     *,
@@ -51,19 +59,22 @@ def serve(
     ca: Path | None,
     directory: Path,
     ready: Callable[[], None] | None = None,
+    record: Record | None = None,
+    most_seconds: float = math.inf,
 ) -> None:
     """Answer each request from `server` (host:port) with what `handle` returns, until SIGTERM or SIGINT.
 
     The server is waited for, and reconnected to, for ever, also if it does not know the key yet, or its certificate
     has expired; FedstillError when it is not the right one. Without `ca` nothing is encrypted, and the server must have
     been started that way. `directory` keeps the last answer: a request that comes again, also after a kill, is answered
-    without calling `handle`. `ready` is called at the first connection. To be called in the main thread, where `handle`
-    runs too.
+    without calling `handle`. `ready` is called at the first connection, `record` before each answer is sent; no request
+    may take more than `most_seconds`. To be called in the main thread, where `handle` runs too. What is written
+    meanwhile is for its owner alone.
     """
     private_key = _private_key(key)
-    directory.mkdir(parents=True, exist_ok=True)
-    with _locked(directory), suppress(_Stopped), _stoppable():
-        site = _Site(handle, directory, ready)
+    private_folder(directory)
+    with owner_only(), _locked(directory), suppress(_Stopped), _stoppable():
+        site = _Site(handle, directory, ready, record, most_seconds)
         refused_since: float | None = None
         rejected = 0  # times in a row
         while True:
@@ -107,11 +118,19 @@ def _check_refusal(error: private.Refused, server: str, key: Path, seconds: floa
 class _Site:
     """What a site remembers: its handler, its number at the server, and its last answer."""
 
-    def __init__(self, handle: Callable[[Tree], Tree], directory: Path, ready: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        handle: Callable[[Tree], Tree],
+        directory: Path,
+        ready: Callable[[], None] | None,
+        record: Record | None = None,
+        most_seconds: float = math.inf,
+    ) -> None:
         self._handle, self._ready = handle, ready
+        self._record, self._most_seconds = record, min(most_seconds, _LONGEST)
         self._answer, self._node = directory / "answer.safetensors", directory / "node"
         self.connections = 0
-        self._complained = ""
+        self._complaint: tuple[str, str] | None = None  # the last error here, and its number
         self._last = None  # the request that the file answers
         with suppress(OSError, DataError):  # a first start, or an answer that is worth nothing any more
             self._last = tree.decode(self._answer.read_bytes())["id"]
@@ -130,34 +149,50 @@ class _Site:
             self._ready()
 
     def answer(self, records: RecordDict) -> RecordDict:
-        """The answer to a request, new or kept; an error is an answer too."""
-        name = None
+        """The answer to a request, new or kept; an error is an answer too, by its code alone."""
+        name, body = None, None
         try:
-            request = from_records(records)
-            name, seconds, body = request["id"], request["seconds"], request["body"]
+            with reports.during(reports.Step.REQUEST):
+                request = from_records(records)
+                name, seconds, body = request["id"], request["seconds"], request["body"]
             if name is not None and name == self._last:
-                return to_records(tree.decode(self._answer.read_bytes()))
-            with _limited(seconds):
+                return self._sent(body, tree.decode(self._answer.read_bytes()))
+            with _limited(min(float(seconds), self._most_seconds)):
                 answer = {"id": name, "body": self._handle(body)}
-                sent = to_records(answer)
                 if request["keep"]:
                     write_atomic(self._answer, tree.encode(answer))
+            sent = self._sent(body, answer)
             if request["keep"]:
                 self._last = name
             return sent
-        except _OutOfTime:
-            _log.warning("request %s was not answered in its time", name)
-            return to_records({"id": name, "error": "it was not done in time"})
-        except FedstillError as error:
-            reason = " ".join(str(error).split())
-            if reason != self._complained:
-                _log.warning("the server is told: %s", reason)
-                self._complained = reason
-            return to_records({"id": name, "error": reason})
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever the handler raises is told to the server)
-            # Its kind alone: a traceback could hold what must not leave this site.
-            _log.error("request %s: %r", name, error, exc_info=True)
-            return to_records({"id": name, "error": f"{type(error).__name__}; its log says more"})
+        except (Exception, SystemExit, _OutOfTime) as error:  # noqa: BLE001 (whatever the handler raises)
+            answer = {"id": name if isinstance(name, str) else None, "error": self._report(error)}
+            try:
+                return self._sent(body, answer)
+            except Exception:  # noqa: BLE001 (what cannot be recorded is not sent, but that it failed is)
+                _log.exception("the answer could not be recorded")
+                return to_records({**answer, "error": reports.report(Code.DISK, None, answer["error"]["number"])})
+
+    def _sent(self, body: Tree, answer: Tree) -> RecordDict:
+        """An answer as it is sent, once it has been recorded."""
+        sent = to_records(answer)
+        if self._record is not None:
+            self._record(body, answer)
+        return sent
+
+    def _report(self, error: BaseException) -> dict[str, str]:
+        """What the server is told of an error. Its text, which may hold anybody's data, is for the log here."""
+        code = Code.OUT_OF_TIME if isinstance(error, _OutOfTime) else reports.code_of(error)
+        step = reports.step_of(error)
+        known = isinstance(error, FedstillError | _OutOfTime)
+        text = f"{type(error).__name__}: {cleaned(error, 2000)}"
+        if self._complaint is None or self._complaint[0] != text:
+            self._complaint = text, reports.new_number()
+            _log.warning(
+                "number %s: %s; the server is told only the code %s (step %s)",
+                self._complaint[1], text, code, step or "request", exc_info=None if known else error,
+            )  # fmt: skip
+        return reports.report(code, step, self._complaint[1])
 
 
 def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:
@@ -171,6 +206,7 @@ def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:
         raise FedstillError(f"{path} is not a private key in OpenSSH's format: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise FedstillError(f"{path} is not an elliptic-curve key; make one with `ssh-keygen -t ecdsa -b 384`")
+    check_private(path)
     return key
 
 

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from fedstill.aggregate.mean import weighted_mean
 from fedstill.core import seeds
+from fedstill.core.reports import cleaned
 from fedstill.core.store import Store
 from fedstill.core.tree import Message, Tree, first_not_finite
 from fedstill.distill.stage import ask
+from fedstill.methods.kinds import Kind
 from fedstill.models.base import Classifier
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs
@@ -42,6 +44,7 @@ class Part:
     # Which robust rules protect what the server makes of it: any (it takes a plain mean or sum over the clients), those
     # that choose whole uplinks, or none (one client's number can count without limit).
     defence: Literal["any", "selection", "none"] = "selection"
+    kind: Kind = Kind.OTHER  # what a site's policy knows it as
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +66,7 @@ def misfit(message: Tree, declared: dict[str, Part]) -> str | None:
         return f"it is a {type(message).__name__}, not a dict of named tensors"
     required = {name for name, part in declared.items() if not part.optional}
     if not required <= set(message) <= set(declared):
-        return f"it holds {sorted(message)}, declared is {sorted(declared)}"
+        return f"it holds {cleaned(sorted(message))}, declared is {sorted(declared)}"
     for name, tensor in message.items():
         part = declared[name]
         if not isinstance(tensor, Tensor) or tensor.dtype != part.dtype:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
+from fedstill.methods.kinds import Kind
 from fedstill.methods.modifier import Modifier
 from fedstill.train.client import Client
 from fedstill.train.evaluate import load_for_evaluation, predict, require_features
@@ -45,9 +46,9 @@ class CCVR(Modifier):
     def wire(self, task: Task) -> Wire:
         c, d = task.classes, task.feature_dim
         last = {
-            "means": Part((c, d), "mean feature of each class", torch.float64),
-            "covariances": Part((c, d, d), "covariance of each class's features", torch.float64),
-            "counts": Part((c,), "samples of each class", torch.float64, least=0),
+            "means": Part((c, d), "mean feature of each class", torch.float64, kind=Kind.STATISTICS),
+            "covariances": Part((c, d, d), "covariance of each class's features", torch.float64, kind=Kind.STATISTICS),
+            "counts": Part((c,), "samples of each class", torch.float64, least=0, kind=Kind.CLASS_COUNTS),
         }
         return replace(super().wire(task), last=last)
 

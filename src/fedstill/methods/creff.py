@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
+from fedstill.methods.kinds import Kind
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.client import Client
 from fedstill.train.evaluate import load_for_evaluation, predict, require_features
@@ -45,10 +46,15 @@ class CReFF(ServerSide):
     def wire(self, task: Task) -> Wire:
         inner, size = super().wire(task), len(read_head(task, task.initial))
         gradients = {
-            "gradients": Part((task.classes, size), "gradient of the classifier for each class", task.dtype),
-            "known": Part((task.classes,), "which classes it has"),
+            "gradients": Part(
+                (task.classes, size), "gradient of the classifier for each class", task.dtype, kind=Kind.GRADIENTS
+            ),
+            "known": Part((task.classes,), "which classes it has", kind=Kind.CLASS_COUNTS),
         }
-        return Wire(inner.down | {"head": Part((size,), "re-trained classifier", task.dtype)}, inner.up | gradients)
+        return Wire(
+            inner.down | {"head": Part((size,), "re-trained classifier", task.dtype, kind=Kind.WEIGHTS)},
+            inner.up | gradients,
+        )
 
     def start(self, server: Server) -> None:
         super().start(server)

@@ -25,6 +25,7 @@ from fedstill.distill.generators import (
 )
 from fedstill.distill.stage import as_samples, distil, match_probabilities, mean_logits, mean_probabilities
 from fedstill.methods.base import Needs, Part, Server, Uplink, Wire
+from fedstill.methods.kinds import Kind
 from fedstill.methods.server_side import ServerSide
 from fedstill.models.base import Classifier
 from fedstill.models.norms import statistics_kept
@@ -94,13 +95,21 @@ class DaFKD(ServerSide):
 
     def wire(self, task: Task) -> Wire:
         inner = super().wire(task)
-        generator = {"generator": Part((self.generator(task).size,), "generator", task.dtype)}
+        generator = {"generator": Part((self.generator(task).size,), "generator", task.dtype, kind=Kind.GENERATOR)}
         up = inner.up | generator
         if self.judged and self.private:
             shape = (self.batches * self.sample_batch, task.classes)
-            up |= {"predictions": Part(shape, "weighted soft predictions of generated samples", optional=True)}
+            up |= {
+                "predictions": Part(
+                    shape, "weighted soft predictions of generated samples", optional=True, kind=Kind.PREDICTIONS
+                )
+            }
         elif self.judged:
-            up |= {"discriminator": Part((self.discriminator(task).size,), "discriminator", task.dtype)}
+            up |= {
+                "discriminator": Part(
+                    (self.discriminator(task).size,), "discriminator", task.dtype, kind=Kind.GENERATOR
+                )
+            }
         return Wire(inner.down | generator, up)
 
     @property

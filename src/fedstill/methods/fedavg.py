@@ -9,6 +9,7 @@ from typing import ClassVar
 from fedstill.aggregate.mean import weighted_mean
 from fedstill.core.tree import Message
 from fedstill.methods.base import Method, Part, Server, Uplink, Wire
+from fedstill.methods.kinds import Kind
 from fedstill.train.client import Client
 from fedstill.train.loop import Objective
 from fedstill.train.task import Task
@@ -22,7 +23,7 @@ class FedAvg(Method):
     paper: ClassVar[str] = "McMahan et al. 2017"
 
     def wire(self, task: Task) -> Wire:
-        weights = Part((task.size,), "weights", task.dtype, defence="any")
+        weights = Part((task.size,), "weights", task.dtype, defence="any", kind=Kind.WEIGHTS)
         return Wire(down={"model": weights}, up={"model": weights})
 
     def downlink(self, server: Server) -> Message:

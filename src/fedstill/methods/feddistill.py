@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.kinds import Kind
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs
 from fedstill.train.loop import Batch, Objective
@@ -33,8 +34,8 @@ class FedDistillPlus(FedAvg):
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
         logits = {
-            "logits": Part((task.classes, task.classes), "mean logits of each class"),
-            "known": Part((task.classes,), "which classes have any"),
+            "logits": Part((task.classes, task.classes), "mean logits of each class", kind=Kind.LOGITS),
+            "known": Part((task.classes,), "which classes have any", kind=Kind.CLASS_COUNTS),
         }
         return Wire(plain.down | logits, plain.up | logits)
 

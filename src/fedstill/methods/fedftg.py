@@ -17,6 +17,7 @@ from fedstill.distill.ensemble import diversity, label_weights, load_teachers
 from fedstill.distill.generators import ConditionalGenerator, check_image_shape, to_images
 from fedstill.distill.stage import train_student
 from fedstill.methods.base import Part, Server, Uplink, Wire
+from fedstill.methods.kinds import Kind
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.client import Client
 from fedstill.train.evaluate import logits
@@ -48,7 +49,10 @@ class FedFTG(ServerSide):
 
     def wire(self, task: Task) -> Wire:
         inner = super().wire(task)
-        return Wire(inner.down, inner.up | {"counts": Part((task.classes,), "samples of each class", least=0)})
+        return Wire(
+            inner.down,
+            inner.up | {"counts": Part((task.classes,), "samples of each class", least=0, kind=Kind.CLASS_COUNTS)},
+        )
 
     def start(self, server: Server) -> None:
         super().start(server)

@@ -15,6 +15,7 @@ from fedstill.core.weights import FlatNet
 from fedstill.distill.ensemble import diversity, label_weights, load_teachers
 from fedstill.distill.generators import FeatureGenerator
 from fedstill.methods.base import Part, Server, Uplink, Wire
+from fedstill.methods.kinds import Kind
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, require_features
@@ -50,8 +51,8 @@ class FedGen(ServerSide):
 
     def wire(self, task: Task) -> Wire:
         inner = super().wire(task)
-        generator = Part((self.generator(task).size,), "generator of features", task.dtype)
-        counts = Part((task.classes,), "samples of each class", least=0)
+        generator = Part((self.generator(task).size,), "generator of features", task.dtype, kind=Kind.GENERATOR)
+        counts = Part((task.classes,), "samples of each class", least=0, kind=Kind.CLASS_COUNTS)
         return Wire(inner.down | {"feature_generator": generator}, inner.up | {"counts": counts})
 
     def start(self, server: Server) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.kinds import Kind
 from fedstill.train.client import Client
 from fedstill.train.evaluate import EVAL_BATCH, Outputs, outputs, require_features
 from fedstill.train.loop import Batch, Objective
@@ -40,9 +41,9 @@ class FedHKD(FedAvg):
     def wire(self, task: Task) -> Wire:
         plain, classes = super().wire(task), task.classes
         knowledge = {
-            "class_features": Part((classes, task.feature_dim), "mean feature of each class"),
-            "class_predictions": Part((classes, classes), "mean soft prediction of each class"),
-            "counts": Part((classes,), "samples of each class", least=0),
+            "class_features": Part((classes, task.feature_dim), "mean feature of each class", kind=Kind.STATISTICS),
+            "class_predictions": Part((classes, classes), "mean soft prediction of each class", kind=Kind.PREDICTIONS),
+            "counts": Part((classes,), "samples of each class", least=0, kind=Kind.CLASS_COUNTS),
         }
         return Wire(plain.down | knowledge, plain.up | knowledge)
 

@@ -16,6 +16,7 @@ from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.kinds import Kind
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, predict
 from fedstill.train.loop import Batch, Objective, fit
@@ -49,7 +50,8 @@ class FedMD(FedAvg):
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
         assert task.proxy is not None
-        logits = {"logits": Part((len(task.proxy), task.classes), "logits of the public samples", defence="any")}
+        shape = (len(task.proxy), task.classes)
+        logits = {"logits": Part(shape, "logits of the public samples", defence="any", kind=Kind.LOGITS)}
         kept = plain if self.average_weights else Wire({}, {})
         return Wire(kept.down | logits, kept.up | logits)
 

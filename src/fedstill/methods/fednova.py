@@ -13,6 +13,7 @@ from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.kinds import Kind
 from fedstill.train.client import Client
 from fedstill.train.task import Task
 
@@ -31,7 +32,8 @@ class FedNova(FedAvg):
 
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
-        return Wire(plain.down, plain.up | {"a": Part((), "normalised number of steps", torch.float64, defence="none")})
+        steps = Part((), "normalised number of steps", torch.float64, defence="none", kind=Kind.STEPS)
+        return Wire(plain.down, plain.up | {"a": steps})
 
     def uplink(self, client: Client) -> Message:
         assert client.trained is not None

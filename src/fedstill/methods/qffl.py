@@ -13,6 +13,7 @@ from fedstill.aggregate.mean import RunningMean, relax
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.kinds import Kind
 from fedstill.train.client import Client
 from fedstill.train.evaluate import mean_loss
 from fedstill.train.loop import Objective
@@ -31,7 +32,8 @@ class QFFL(FedAvg):
 
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
-        return Wire(plain.down, plain.up | {"loss": Part((), "loss before training", torch.float64, defence="none")})
+        loss = Part((), "loss before training", torch.float64, defence="none", kind=Kind.LOSS)
+        return Wire(plain.down, plain.up | {"loss": loss})
 
     def objective(self, client: Client) -> Objective:
         # F_k(w_t) over all local training data, before the first step

@@ -72,11 +72,11 @@ def modifiers() -> list[str]:
 
 def find(name: str) -> list[type[Method]]:
     """The classes that a name stands for: a method, by its id or as `file.py:Class`, and what is joined to it."""
-    first, *others = _split(name)
+    first, *others = split(name)
     return [_method(first), *(_joined(other, first) for other in others)]
 
 
-def _split(name: str) -> list[str]:
+def split(name: str) -> list[str]:
     """`a+b+c` as its parts; a `+` in the path of a file does not count."""
     file, colon, last = name.rpartition(":")
     first, *others = last.split("+")

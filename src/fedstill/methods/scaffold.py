@@ -14,6 +14,7 @@ from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.kinds import Kind
 from fedstill.train.client import Client
 from fedstill.train.loop import Batch, Objective
 from fedstill.train.task import Task
@@ -35,7 +36,7 @@ class SCAFFOLD(FedAvg):
 
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
-        control = Part((task.trainable,), "control variate", task.dtype, defence="any")
+        control = Part((task.trainable,), "control variate", task.dtype, defence="any", kind=Kind.GRADIENTS)
         return Wire(plain.down | {"c": control}, plain.up | {"c_change": control})
 
     def start(self, server: Server) -> None:

@@ -48,9 +48,9 @@ class Retries:
     def _verdict(self, error: RoundFailed, names: Mapping[int, str]) -> str:
         reasons = [f"{names.get(k, f'client {k}')}: {why[:200]}" for k, why in error.dropped.items()]
         more = f"; and {len(reasons) - _NAMED} more" if len(reasons) > _NAMED else ""
-        told = f" ({'; '.join(reasons[:_NAMED])}{more})" if reasons else ""
+        listed = f" ({'; '.join(reasons[:_NAMED])}{more})" if reasons else ""
         return (
-            f"round {self._round} failed {self._failed} times and is given up: {error}{told}. If the model has "
+            f"round {self._round} failed {self._failed} times and is given up: {error}{listed}. If the model has "
             f"diverged, 'fedstill rollback {self._path} --to ROUND' goes back to an earlier checkpoint, and --to 0 to "
             "the start, where a smaller lr can be set. round_retries says how often a round is tried again"
         )

@@ -1,4 +1,4 @@
-"""How much each site counts: what it said when it joined, and never more than a share of all."""
+"""How much each site counts: what it claimed when it joined, and never more than a share of all."""
 
 from __future__ import annotations
 
@@ -61,20 +61,20 @@ class Counts:
             self._held.pop(name, None)
 
     def settle(self, name: str, samples: list[int], tests: list[int], *, growing: bool) -> str:
-        """Take down what a site says, unless it said otherwise before: then, what is wrong with that.
+        """Take down what a site says, unless it claimed otherwise before: then, what is wrong with that.
 
         `growing`: clients of whom nothing was known may come to it, as to a region.
         """
-        said = list(zip(samples, tests, strict=True))
-        before = list(zip(*self._held[name], strict=True)) if name in self._held else said
+        claimed = list(zip(samples, tests, strict=True))
+        before = list(zip(*self._held[name], strict=True)) if name in self._held else claimed
         nothing = (0, 0)  # of a client that is not there, or not yet
-        settled = [new if growing and old == nothing else old for old, new in zip(before, said, strict=True)]
+        settled = [new if growing and old == nothing else old for old, new in zip(before, claimed, strict=True)]
         self._held[name] = [n for n, _ in settled], [n for _, n in settled]
         if self._path:
             write_sealed_json(self._path, self._held)
-        if all(new == old or (growing and new == nothing) for old, new in zip(settled, said, strict=True)):
+        if all(new == old or (growing and new == nothing) for old, new in zip(settled, claimed, strict=True)):
             return ""
-        return f"it had {_text(settled)} when it joined, and has {_text(said)} now"
+        return f"it had {_text(settled)} when it joined, and has {_text(claimed)} now"
 
     def samples(self, name: str) -> int:
         """How many a site says that it trains on."""
@@ -82,22 +82,22 @@ class Counts:
 
     def of_sites(self, known: Iterable[str], what: Literal["samples", "tests"]) -> tuple[IntArray, IntArray]:
         """Training samples or tests of every client: as they count, and as the sites say."""
-        said, place = np.zeros(self._of, np.int64), ("samples", "tests").index(what)
+        claimed, place = np.zeros(self._of, np.int64), ("samples", "tests").index(what)
         for name, held in self._held.items():
-            said[self._clients[name]] = held[place]
-        count, there = capped(said, self._max_share), np.zeros(self._of, bool)
+            claimed[self._clients[name]] = held[place]
+        count, there = capped(claimed, self._max_share), np.zeros(self._of, bool)
         for name in known:
             there[self._clients[name]] = True
         for name in sorted(self._held.keys() - self._warned):
             who = self._clients[name]
-            if (count[who] < said[who]).any():
+            if (count[who] < claimed[who]).any():
                 self._warned.add(name)
                 log.warning(
                     "%s says that it has %d %s, and counts as if it had %d: no site has a larger share of all than "
                     "max_share allows",
-                    *(name, said[who].max(), what, count[who].max()),
+                    *(name, claimed[who].max(), what, count[who].max()),
                 )
-        return count * there, said * there
+        return count * there, claimed * there
 
 
 def _text(held: list[tuple[int, int]]) -> str:

@@ -94,7 +94,7 @@ class _Calls(TorchFunctionMode):
 
 def _place(device: Any) -> Place:
     kind = torch.device(device).type
-    assert kind in ("cuda", "cpu"), kind
+    assert kind in ("cuda", "cpu", "meta"), kind  # meta: nothing is there, only its size is counted
     return "gpu" if kind == "cuda" else "cpu"
 
 

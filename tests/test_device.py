@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import SMALL, weights
 from pretend_device import GPU, MixedDevices, place, pretended_gpu
-from test_sites import NAMES, Wire, served
+from test_sites import NAMES, POLICY, Wire, served
 from test_work import QUICK
 from torch import nn
 from torch.nn import functional as F
@@ -268,7 +268,7 @@ class Apart(Wire):
 
     def __init__(self, folder: Path, device_: str) -> None:
         super().__init__(folder)
-        self.sites = {name: Site(folder / name, Own(device=device_)) for name in NAMES}
+        self.sites = {name: Site(folder / name, Own(device=device_), POLICY) for name in NAMES}
 
     def answer(self, name: str, request: Any) -> Any:
         with device.on(CPU):

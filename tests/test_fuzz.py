@@ -150,6 +150,13 @@ def test_a_matlab_file_is_read_as_scipy_does_and_may_lie_about_its_lengths(tmp_p
         assert fuzz.attempt(fuzz.Target("mat", [], lambda _: mat.decode([path, path])), b"") is None
 
 
+@pytest.mark.parametrize("seed", [3000002, 3000044])
+def test_a_damaged_tokenizer_neither_panics_nor_overflows(tmp_path: Path, seed: int) -> None:
+    """Found by these seeds: a panic of the library's, and more tokens than a text was cut to."""
+    target = next(target for target in fuzz.targets(tmp_path) if target.name == "tokenizer")
+    assert fuzz.attempt(target, fuzz.inputs(target, seed)) is None
+
+
 def test_a_line_of_text_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "_LONGEST_LINE", 1000)
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"text,label\n" + b"a" * 1001))

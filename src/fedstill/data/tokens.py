@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedstill.core.errors import DataError, SettingError
+from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.data import download
 from fedstill.data.formats.decoded import Array
 
@@ -103,7 +104,7 @@ def _from_hub(name: str) -> str:
         ) from error
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What an error says, in short."""
     said = str(error).strip()
     return said.splitlines()[0] if said else type(error).__name__
@@ -132,10 +133,10 @@ def encode(tokenizer: str, texts: Sequence[str], length: int) -> Array:
     made.no_padding()
     found = np.zeros((len(texts), length), np.int32)
     for start in range(0, len(texts), _CHUNK):
-        try:
+        with _refused(SettingError, "tokenizer: it cannot encode these texts"):
             encoded_texts = made.encode_batch(texts[start : start + _CHUNK])
-        except Exception as error:  # the library raises plain ones, of a word without a token for instance
-            raise SettingError(f"tokenizer: it cannot encode these texts: {first_line(error)}") from error
+        if any(len(encoded.ids) > length for encoded in encoded_texts):
+            raise SettingError(f"tokenizer: it is damaged: of a text cut to {length} tokens it makes more")
         for row, encoded in enumerate(encoded_texts, start):
             found[row, : len(encoded.ids)] = encoded.ids
     return found
@@ -153,12 +154,20 @@ def check_json(tokenizer: str) -> None:
 
 
 def _parsed(tokenizer: str) -> Any:
+    library = _library()
+    with _refused(DataError, "not a tokenizer of the tokenizers library"):
+        return library.Tokenizer.from_str(tokenizer)
+
+
+@contextmanager
+def _refused(kind: type[FedstillError], what: str) -> Iterator[None]:
+    """The library's errors as ours. It raises plain ones, and if its Rust code panics what is no Exception at all."""
     try:
-        return _library().Tokenizer.from_str(tokenizer)
-    except SettingError:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise kind(f"{what}: {first_line(error)}") from error
         raise
-    except Exception as error:
-        raise DataError(f"not a tokenizer of the tokenizers library: {first_line(error)}") from error
 
 
 def _library() -> Any:

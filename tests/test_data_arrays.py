@@ -194,9 +194,9 @@ def test_an_npz_with_a_header_that_makes_no_sense_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"y": np.array([b"\xff", b"a"] * 5)}, "holds strings that are no text"),
-        ({"y": LABELS, "client": np.array([b"\xff"] * 10)}, "holds strings that are no text"),
-        ({"y": np.frombuffer(b"\xff\xff\xff\x7f" * 10, "<U1")}, "holds strings that are no text"),
+        ({"y": np.array([b"\xff", b"a"] * 5)}, "its text is not UTF-8"),
+        ({"y": LABELS, "client": np.array([b"\xff"] * 10)}, "its text is not UTF-8"),
+        ({"y": np.frombuffer(b"\xff\xff\xff\x7f" * 10, "<U1")}, "it holds what is no character"),
         ({"y": LABELS, "x_test": np.float32(3), "y_test": LABELS}, r"x_test: shape \(\) has no axis"),
     ],
 )

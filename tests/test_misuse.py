@@ -204,8 +204,7 @@ def test_a_run_cannot_be_shortened(undisturbed: Path, tmp_path: Path, rounds: in
 def test_rounds_edited_below_those_done_are_refused(undisturbed: Path, tmp_path: Path) -> None:
     path = tmp_path / "run"
     shutil.copytree(undisturbed, path)
-    config = path / "config.toml"
-    config.write_text(config.read_text().replace("rounds = 3\n", "rounds = 1\n"))
+    change_settings(path, "rounds = 3\n", "rounds = 1\n")
     before = contents(path)
     line = message(fedstill("resume", path))
     assert line == (

@@ -332,13 +332,15 @@ def test_dafkds_clients_train_on_the_joint_loss_and_their_generators_ascend(sett
     judges: dict[int, Tensor] = {}
     again = set(run.rounds[0].up) & set(run.rounds[1].up)
     assert again
+    # The conditional generator has no bound but its batch's statistics: what Adam makes of rounding reaches the others.
+    within = 0.03 if method.conditional else 0.005
     for crossed in run.rounds:
         for k, up in crossed.up.items():
             if k in again:
                 judge_then = judges.get(k, first_judge(run, method))
                 net, generator, judge = dafkd_client(run, k, crossed, judge_then)
-                assert_moved_alike(network(up["model"]), net, network(crossed.down["model"]), 0.005)
-                assert_moved_alike(Judge(up["discriminator"], net), judge, Judge(judge_then, net), 0.005)
+                assert_moved_alike(network(up["model"]), net, network(crossed.down["model"]), within)
+                assert_moved_alike(Judge(up["discriminator"], net), judge, Judge(judge_then, net), within)
                 sent, start = (image_generator(v, method) for v in (up["generator"], crossed.down["generator"]))
                 assert_moved_alike(sent, generator, start)
             judges[k] = up["discriminator"]

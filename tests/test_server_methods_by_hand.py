@@ -253,7 +253,7 @@ def dafkd(*settings: tuple[str, Any]) -> tuple[Play, DaFKD]:
     """Two rounds with some settings; several tests look at the same run."""
     with pytest.MonkeyPatch.context() as patch:
         targets = noted_targets(patch, "dafkd")
-        run = play("dafkd", rounds=2, **SMALL_DAFKD, **dict(settings))
+        run = play("dafkd", rounds=2, **SMALL_DAFKD | dict(settings))
     assert isinstance(run.setup.method, DaFKD)
     assert len(targets) == (run.setup.method.variant != "no-distill")  # the first round only averages
     run.targets.extend(targets)
@@ -328,12 +328,12 @@ def first_judge(run: Play, method: DaFKD) -> Tensor:
 @pytest.mark.parametrize("setting", [("variant", "full"), ("variant", "no-sharing"), ("conditional", True)], ids=str)
 def test_dafkds_clients_train_on_the_joint_loss_and_their_generators_ascend(setting: tuple[str, Any]) -> None:
     """Eq. 2, 3 and 9. In its second round a client has its own head again, on the trunk that the server sent."""
-    run, method = dafkd(setting)
+    # Where the generator has no bound but its batch's statistics, each step makes more of rounding: there, more slowly.
+    run, method = dafkd(setting, ("lr", 0.02)) if setting[0] == "conditional" else dafkd(setting)
+    within = 0.03 if method.conditional else 0.005
     judges: dict[int, Tensor] = {}
     again = set(run.rounds[0].up) & set(run.rounds[1].up)
     assert again
-    # The conditional generator has no bound but its batch's statistics: what Adam makes of rounding reaches the others.
-    within = 0.03 if method.conditional else 0.005
     for crossed in run.rounds:
         for k, up in crossed.up.items():
             if k in again:
@@ -342,7 +342,10 @@ def test_dafkds_clients_train_on_the_joint_loss_and_their_generators_ascend(sett
                 assert_moved_alike(network(up["model"]), net, network(crossed.down["model"]), within)
                 assert_moved_alike(Judge(up["discriminator"], net), judge, Judge(judge_then, net), within)
                 sent, start = (image_generator(v, method) for v in (up["generator"], crossed.down["generator"]))
-                assert_moved_alike(sent, generator, start)
+                # By what they make: of a bias before BatchNorm, which changes nothing, Adam's steps are rounding.
+                with torch.no_grad():
+                    made = [fakes(run, g, 64, torch.Generator().manual_seed(0)) for g in (sent, generator, start)]
+                assert_near(*made)
             judges[k] = up["discriminator"]
 
 

@@ -75,12 +75,12 @@ def accuracy(rule: str, attack: str, participation: float, alpha: float, seed: i
     return mean(float(record["accuracy"]) for record in result.records[-LAST:])
 
 
-def table(found: dict[str, float | None], participation: float, alpha: float) -> str:
+def table(found: dict[str, float | None], attacks: list[str], participation: float, alpha: float) -> str:
     """Markdown: a line for each rule, a column for each attack, mean ± standard deviation over the seeds."""
-    lines = ["| rule | " + " | ".join(ATTACKS) + " |", "|---|" + "---|" * len(ATTACKS)]
+    lines = ["| rule | " + " | ".join(attacks) + " |", "|---|" + "---|" * len(attacks)]
     for rule in RULES:
         cells = []
-        for attack in ATTACKS:
+        for attack in attacks:
             prefix = f"{rule} {attack} {participation} {alpha} "
             values = [100 * (0.1 if value is None else value) for key, value in found.items() if key.startswith(prefix)]
             spread = f" ± {stdev(values):.1f}" if len(values) > 1 else ""
@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--lies", action="store_true", help="the other table: false counts, statistics, parts")
     parser.add_argument("--alpha", type=float, nargs="+", default=[1.0], help="Dirichlet concentrations")
     parser.add_argument("--participation", type=float, nargs="+", default=[0.5, 1.0], choices=[0.5, 1.0])
+    parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=list(ATTACKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--table", action="store_true", help="print the table of what is there, run nothing")
     given = parser.parse_args()
@@ -135,7 +136,7 @@ def main() -> None:
     for seed in () if given.table else given.seeds:
         path = given.out / f"seed-{seed}.json"
         found: dict[str, float | None] = read_json(path) if path.is_file() else {}
-        for alpha, attack, participation, rule in product(given.alpha, ATTACKS, given.participation, RULES):
+        for alpha, attack, participation, rule in product(given.alpha, given.attacks, given.participation, RULES):
             key = f"{rule} {attack} {participation} {alpha} {seed}"
             if key not in found:
                 found[key] = accuracy(rule, attack, participation, alpha, seed)
@@ -145,7 +146,7 @@ def main() -> None:
     for path in sorted(given.out.glob("seed-*.json")):
         every |= read_json(path)
     for alpha, participation in product(given.alpha, given.participation):
-        print(f"\nalpha {alpha}, participation {participation}\n\n{table(every, participation, alpha)}")
+        print(f"\nalpha {alpha}, participation {participation}\n\n{table(every, given.attacks, participation, alpha)}")
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def _check_header(path: Path, header: list[str], needed: Sequence[str]) -> None:
     if twice := [name for name in header if header.count(name) > 1]:
         raise DataError(f"{path}: two columns are called {twice[0]!r}")
     if lacking := [name for name in needed if name not in header]:
-        found = ", ".join(header) or "nothing"
+        found = " ".join(", ".join(header).split())[:200] or "nothing"  # a quoted name may have lines
         other = next((mark for mark in (";", "\t", "|") if len(header) == 1 and mark in header[0]), "")
         hint = f"; columns are separated by commas, and here it seems by {other!r}" if other else ""
         raise DataError(f"{path}: no column {lacking[0]!r}; its first line, which names the columns, has {found}{hint}")

@@ -157,6 +157,12 @@ def test_a_damaged_tokenizer_neither_panics_nor_overflows(tmp_path: Path, seed: 
     assert fuzz.attempt(target, fuzz.inputs(target, seed)) is None
 
 
+def test_column_names_of_several_lines_are_one_in_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('text,"two\nlines"\na,b\n')
+    with pytest.raises(DataError, match=r"has text, two lines$"):
+        text.read_csv(tmp_path / "a.csv")
+
+
 def test_a_line_of_text_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "_LONGEST_LINE", 1000)
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"text,label\n" + b"a" * 1001))

@@ -27,8 +27,8 @@ from benchmarks.peers.environments import PEERS, Peer, Unavailable, timed
 from benchmarks.peers.job import Job
 from benchmarks.work import Work
 from fedstill.data.federation import Federation
-from fedstill.experiment.rundir import Record
-from fedstill.experiment.runner import Listener
+from fedstill.running.directory import Record
+from fedstill.running.loop import Listener
 
 T = TypeVar("T")
 SMALL_CLIENTS = Work("small CNN, 50 samples a client, batch 10", "cnn", (3, 32, 32), 1000, 50, 50, 10, 1)

@@ -15,8 +15,8 @@ import fedstill
 from benchmarks.work import Work
 from fedstill.data.federation import Federation
 from fedstill.distill import stage
-from fedstill.experiment.rundir import Record
-from fedstill.experiment.runner import Listener
+from fedstill.running.directory import Record
+from fedstill.running.loop import Listener
 from fedstill.train.evaluate import predict
 from fedstill.train.task import LocalTraining
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.work import Work
+from fedstill.building.config import resolve
+from fedstill.building.setup import prepare
 from fedstill.core.weights import FlatNet
 from fedstill.distill.stage import ask, distil, match_probabilities, mean_probabilities
-from fedstill.experiment.config import resolve
-from fedstill.experiment.setup import prepare
 from fedstill.train.task import LocalTraining, Samples, Task
 
 TEACHERS, EPOCHS, BATCH, SAMPLES = 8, 10, 64, 960

@@ -17,7 +17,7 @@ import fedstill
 from benchmarks.engine import Stopwatch
 from fedstill.data.federation import Federation
 from fedstill.data.partition import partition
-from fedstill.experiment.rundir import RunDirectory
+from fedstill.running.directory import RunDirectory
 
 STATES = 10_000
 PARTITIONS = ("iid", "dirichlet", "quantity", "dir_fedkf", "dir_client_prior")

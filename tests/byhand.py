@@ -25,9 +25,9 @@ from fedstill.core.tree import Message, Tree
 from fedstill.data.federation import from_clients
 from fedstill.engine.base import Inline
 from fedstill.engine.worker import Request, Train
-from fedstill.experiment.api import Result
 from fedstill.methods.base import Method, Server, Uplink
 from fedstill.models import as_classifier
+from fedstill.running.api import Result
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs
 from fedstill.train.loop import Batch, Objective

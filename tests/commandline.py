@@ -21,7 +21,7 @@ from torch import Tensor
 from fedstill.cli import commands
 from fedstill.cli.main import main
 from fedstill.cli.progress import Display
-from fedstill.experiment.rundir import Record
+from fedstill.running.directory import Record
 
 SHORT: dict[str, Any] = SMALL | {"clients": 4, "fraction": 0.05}
 TIMED = ("seconds", "eval_seconds", "client_seconds", "server_seconds")

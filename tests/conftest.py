@@ -27,7 +27,7 @@ from guards import (  # noqa: F401 - hooks
 )
 
 import fedstill
-from fedstill.experiment.api import Result
+from fedstill.running.api import Result
 
 torch.set_num_threads(1)
 # The same examples in every run, however slow the machine is at the moment.

@@ -15,11 +15,11 @@ from torch import nn
 
 import fedstill
 from fedstill.attacks.attack import AttackKind, draw_attackers
+from fedstill.building.config import resolve
+from fedstill.building.setup import Setup, prepare
 from fedstill.core import seeds
 from fedstill.core.tree import Message
 from fedstill.core.weights import FlatNet
-from fedstill.experiment.config import resolve
-from fedstill.experiment.setup import Setup, prepare
 from fedstill.methods import registry
 from fedstill.methods.base import Method, Part, Server, Uplink, Wire
 from fedstill.train.client import Client

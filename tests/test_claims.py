@@ -12,16 +12,16 @@ from conftest import SMALL
 from typer.testing import CliRunner
 
 import fedstill
+from fedstill.building.config import resolve
 from fedstill.cli import claims as command
 from fedstill.cli.main import app
 from fedstill.core.files import read_json
-from fedstill.experiment import claims, presets
-from fedstill.experiment.cells import Cell, carry_out
-from fedstill.experiment.claims import Check, Claim, Evidence, finding, verdict
-from fedstill.experiment.config import resolve
-from fedstill.experiment.presets import Preset
-from fedstill.experiment.reproduce import number
 from fedstill.metrics.statistics import Paired, paired
+from fedstill.studies import claims, presets
+from fedstill.studies.cells import Cell, carry_out
+from fedstill.studies.claims import Check, Claim, Evidence, finding, verdict
+from fedstill.studies.presets import Preset
+from fedstill.studies.reproduce import number
 
 pytestmark = pytest.mark.slow
 

@@ -168,7 +168,7 @@ def test_the_end_of_a_run_is_a_table_and_a_picture(tmp_path: Path) -> None:
 
 def test_a_dry_run_prints_every_setting_and_runs_nothing(tmp_path: Path) -> None:
     config = resolved("fedprox", "--out", tmp_path / "run")
-    from fedstill.experiment.config import Config
+    from fedstill.building.config import Config
 
     assert set(config) == set(Config.model_fields)
     assert config["hyper"] == {"mu": 0.01}

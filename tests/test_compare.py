@@ -14,12 +14,12 @@ from conftest import SMALL
 from scipy import stats
 
 import fedstill
-from fedstill.experiment import cells as cells_module
-from fedstill.experiment.cells import Cell, Watcher, carry_out
-from fedstill.experiment.comparison import Row, to_target
-from fedstill.experiment.config import Config, anchored, parse_sweeps, resolve
-from fedstill.experiment.runner import Listener
+from fedstill.building.config import Config, anchored, parse_sweeps, resolve
 from fedstill.metrics.statistics import paired, spread
+from fedstill.running.loop import Listener
+from fedstill.studies import cells as cells_module
+from fedstill.studies.cells import Cell, Watcher, carry_out
+from fedstill.studies.comparison import Row, to_target
 
 QUICK: dict[str, Any] = SMALL | {"model": "mlp", "model_options": {"hidden": [8]}, "rounds": 2, "engine": "process"}
 

@@ -12,14 +12,15 @@ import torch
 from commandline import fedstill, interrupted_after, model, run, short
 from conftest import SMALL
 
+from fedstill.building.config import resolve
 from fedstill.core import tree
 from fedstill.core.errors import DataError, FedstillError
 from fedstill.core.store import Store
-from fedstill.experiment import rundir
-from fedstill.experiment.api import resume
-from fedstill.experiment.config import resolve
-from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.verify import verify
+from fedstill.running import directory as rundir
+from fedstill.running import files
+from fedstill.running.api import resume
+from fedstill.running.directory import RunDirectory
+from fedstill.running.verify import verify
 
 METHOD = "scaffold+t1"  # clients keep a state, and the server one of each client
 ROUNDS = 4
@@ -201,7 +202,7 @@ def test_an_older_checkpoint_under_the_name_of_a_newer_one_is_noticed(tmp_path: 
 def test_a_run_killed_between_the_index_and_its_checkpoint_goes_on(tmp_path: Path) -> None:
     made = few_rounds(tmp_path / "run")
     made.client_store.write(5, 4, {"written": 4})
-    made.index.append([(4, rundir.CLIENTS, 5, "ab" * 32)])
+    made.index.append([(4, rundir._CLIENTS, 5, "ab" * 32)])
     with made.index.path.open("ab") as file:
         file.write(b"cut off")
     restored = made.restore()
@@ -236,7 +237,7 @@ def test_changed_settings_are_named_and_may_be_meant(interrupted: Path, tmp_path
 def without_digests(path: Path) -> None:
     """The run as an earlier version would have left it."""
     (path / "checkpoints" / "index").unlink()
-    (path / rundir.DIGESTS).unlink(missing_ok=True)
+    (path / files.DIGESTS).unlink(missing_ok=True)
     for file in (path / "checkpoints").rglob("*.safetensors"):
         state = tree.decode(file.read_bytes())
         state.pop(rundir._STANDS_ON, None)

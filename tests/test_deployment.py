@@ -20,7 +20,7 @@ from conftest import SMALL
 from guards import start
 
 import fedstill
-from fedstill.experiment.config import resolve
+from fedstill.building.config import resolve
 
 pytest.importorskip("flwr")
 from fedstill.flower.keys import add, make, revoke

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 import fedstill
 from fedstill.core import device, tree
 from fedstill.core.weights import FlatNet
-from fedstill.experiment.api import Result
-from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.site import Own, Site
+from fedstill.deployment.site import Own, Site
 from fedstill.methods import registry
+from fedstill.running.api import Result
+from fedstill.running.directory import RunDirectory
 from fedstill.train.task import Samples
 
 CPU = device.CPU

@@ -26,15 +26,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fedstill
+from fedstill.building.config import resolve
+from fedstill.building.setup import prepare
+from fedstill.building.topology import draw_cohort, with_data
 from fedstill.core.store import Store
 from fedstill.core.tree import Message, nbytes
 from fedstill.engine.process import Processes
 from fedstill.engine.worker import Score, Train, Worker
-from fedstill.experiment.config import resolve
-from fedstill.experiment.regions import draw_cohort, with_data
-from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.setup import prepare
 from fedstill.methods.base import Server
+from fedstill.running.directory import RunDirectory
 from fedstill.train.loop import Objective
 
 TIMED = ("seconds", "eval_seconds", "client_seconds", "server_seconds")

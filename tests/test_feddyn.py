@@ -12,10 +12,10 @@ from byhand import OnQuadratic, Point, Problem, Uplinks, normed_net, record_cros
 from conftest import RunSmall
 
 import fedstill
-from fedstill.experiment.api import Result
-from fedstill.experiment.config import read_toml
-from fedstill.experiment.rundir import RunDirectory
+from fedstill.building.config import read_toml
 from fedstill.methods.feddyn import FedDyn
+from fedstill.running.api import Result
+from fedstill.running.directory import RunDirectory
 
 PROBLEM = Problem.random(sizes=(2, 6, 4, 1, 3))
 

@@ -37,12 +37,12 @@ from wiretap import (
 )
 
 import fedstill
+from fedstill.building.config import resolve
+from fedstill.building.setup import prepare
 from fedstill.core import seeds, tree
 from fedstill.core.weights import FlatNet
 from fedstill.data.federation import from_clients
 from fedstill.distill.generators import ImageGenerator
-from fedstill.experiment.config import resolve
-from fedstill.experiment.setup import prepare
 from fedstill.methods.fedkf import FedKF
 from fedstill.models import Classifier
 from fedstill.train.evaluate import Outputs

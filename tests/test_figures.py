@@ -18,15 +18,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import fedstill as library
+from fedstill.analysis.final import FinalModel, distances, filter_normalised
+from fedstill.building.config import resolve
+from fedstill.building.setup import prepare
 from fedstill.cli import figures
 from fedstill.cli.tensorboard import scalars
 from fedstill.core.errors import SettingError
 from fedstill.core.files import read_json
 from fedstill.core.weights import FlatNet
-from fedstill.experiment import toy as toys
-from fedstill.experiment.config import resolve
-from fedstill.experiment.final import FinalModel, distances, filter_normalised
-from fedstill.experiment.setup import prepare
 from fedstill.report import style
 from fedstill.report.bars import bars
 from fedstill.report.clients import clients
@@ -36,6 +35,7 @@ from fedstill.report.landscape import line, plane
 from fedstill.report.runs import Run, distinct_names, flat, grouped, look_up
 from fedstill.report.toy import Regions, toy
 from fedstill.report.tsne import tsne
+from fedstill.studies import toy as toys
 
 pytestmark = pytest.mark.slow
 

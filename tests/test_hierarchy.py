@@ -12,13 +12,13 @@ from commandline import fedstill as command
 from conftest import SMALL, RunSmall, numbers, weights
 
 import fedstill
-from fedstill.experiment.api import Result
-from fedstill.experiment.config import resolve
-from fedstill.experiment.regions import Hierarchy
-from fedstill.experiment.reteach import SavedEpisode
-from fedstill.experiment.runner import Listener
-from fedstill.experiment.setup import prepare
+from fedstill.building.config import resolve
+from fedstill.building.setup import prepare
+from fedstill.building.topology import Hierarchy
 from fedstill.methods import registry
+from fedstill.running.api import Result
+from fedstill.running.loop import Listener
+from fedstill.studies.reteach import SavedEpisode
 
 NINE: dict[str, Any] = {"clients": 9, "rounds": 4, "rounds_per_episode": 2}
 POOL: dict[str, Any] = {"pool": 0.2, "server_epochs": 1}

@@ -18,16 +18,17 @@ import torch
 from test_sites import NAMES, SETTINGS, Silence, Wire, served, weights
 
 import fedstill
+from fedstill.building.config import resolve
 from fedstill.core.tree import Tree
-from fedstill.experiment import judging, retries, waiting
-from fedstill.experiment.config import resolve
-from fedstill.experiment.judging import Held, Judge
-from fedstill.experiment.runner import Listener
-from fedstill.experiment.shares import capped
-from fedstill.experiment.sites import Terms, serve
-from fedstill.experiment.uplinks import RoundFailed
+from fedstill.deployment import waiting
+from fedstill.deployment.server import Terms, serve
+from fedstill.deployment.shares import capped
 from fedstill.methods.base import Server, Uplink
 from fedstill.methods.fedavg import FedAvg
+from fedstill.running import judging, retries
+from fedstill.running.judging import Held, Judge
+from fedstill.running.loop import Listener
+from fedstill.running.uplinks import RoundFailed
 
 
 @pytest.fixture(autouse=True)

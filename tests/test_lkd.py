@@ -25,12 +25,12 @@ from torch import Tensor
 from wiretap import Floats, exact, network, normalised, setup_of, softmax, taped
 
 import fedstill
+from fedstill.building.setup import Setup
 from fedstill.core import seeds
 from fedstill.core.store import Store
 from fedstill.core.weights import FlatNet
 from fedstill.distill.reliability import among_teachers, class_auc
 from fedstill.distill.stage import as_samples, distil
-from fedstill.experiment.setup import Setup
 from fedstill.methods import lkd, registry
 from fedstill.methods.base import Server
 from fedstill.methods.lkd import LKD, Pool

@@ -33,10 +33,10 @@ from commandline import (
 from guards import start
 
 import fedstill as library
+from fedstill.building.config import resolve
 from fedstill.cli.failure import Halted
 from fedstill.core.files import naming
-from fedstill.experiment.config import resolve
-from fedstill.experiment.rundir import RunDirectory
+from fedstill.running.directory import RunDirectory
 
 HINT = "what is done is kept; continue with: fedstill resume"
 

@@ -11,8 +11,8 @@ from conftest import RunSmall, weights
 from torch import nn
 
 import fedstill
-from fedstill.experiment.config import resolve
-from fedstill.experiment.setup import prepare
+from fedstill.building.config import resolve
+from fedstill.building.setup import prepare
 from fedstill.train.evaluate import logits, outputs
 from fedstill.train.task import classifier
 

@@ -12,16 +12,16 @@ from commandline import fedstill
 from conftest import SMALL
 from matplotlib.figure import Figure
 
+from fedstill.analysis.final import FinalModel, distances
+from fedstill.building.config import resolve
+from fedstill.building.data import divide, load_data
 from fedstill.cli.preset_figures import draw
-from fedstill.experiment import presets, toy
-from fedstill.experiment.cells import Cell, carry_out
-from fedstill.experiment.config import resolve
-from fedstill.experiment.final import FinalModel, distances
-from fedstill.experiment.presets import Preset
-from fedstill.experiment.reproduce import Plan, entries, plans
-from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.setup import divide, load_data
 from fedstill.report import style
+from fedstill.running.directory import RunDirectory
+from fedstill.studies import presets, toy
+from fedstill.studies.cells import Cell, carry_out
+from fedstill.studies.presets import Preset
+from fedstill.studies.reproduce import Plan, entries, plans
 
 pytestmark = pytest.mark.slow
 

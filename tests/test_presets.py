@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from fedstill import data, models
+from fedstill.building.config import Config
 from fedstill.core.errors import SettingError
 from fedstill.core.seeds import numpy_rng
 from fedstill.data import partition
-from fedstill.experiment import presets
-from fedstill.experiment.config import Config
-from fedstill.experiment.presets import METRICS, Point, Preset, Scale
 from fedstill.methods import registry
+from fedstill.studies import presets
+from fedstill.studies.presets import METRICS, Point, Preset, Scale
 
 SCALES: tuple[Scale, ...] = get_args(Scale)
 TEACHERS = ("Teacher 1", "Teacher 2", "Teacher 3")

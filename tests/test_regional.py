@@ -15,16 +15,16 @@ from conftest import SMALL, slow
 from test_sites import Silence, weights
 
 import fedstill
+from fedstill.building.config import resolve
 from fedstill.core import tree
 from fedstill.core.reports import code_of, report, step_of
 from fedstill.core.tree import Tree
-from fedstill.experiment import regional
-from fedstill.experiment.config import resolve
-from fedstill.experiment.policy import Policy
-from fedstill.experiment.regional import RegionalServer
-from fedstill.experiment.runner import Listener
-from fedstill.experiment.site import Own, Site
-from fedstill.experiment.sites import Link, Terms, serve
+from fedstill.deployment import region as regional
+from fedstill.deployment.policy import Policy
+from fedstill.deployment.region import RegionalServer
+from fedstill.deployment.server import Link, Terms, serve
+from fedstill.deployment.site import Own, Site
+from fedstill.running.loop import Listener
 
 SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"}
 SETTINGS |= {"clients": 5, "rounds": 4, "rounds_per_episode": 2, "participation": 0.67, "pool": 0.2}

@@ -12,10 +12,10 @@ from conftest import SMALL
 
 import fedstill
 from fedstill.cli import presets as command
-from fedstill.experiment import presets
-from fedstill.experiment.cells import carry_out
-from fedstill.experiment.presets import Preset
-from fedstill.experiment.reproduce import MEAN, directory, entries, plans, seconds_needed
+from fedstill.studies import presets
+from fedstill.studies.cells import carry_out
+from fedstill.studies.presets import Preset
+from fedstill.studies.reproduce import MEAN, directory, entries, plans, seconds_needed
 
 pytestmark = pytest.mark.slow
 

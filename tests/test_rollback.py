@@ -14,10 +14,10 @@ from test_sites import Wire, alone, served, weights
 
 import fedstill
 from fedstill.core.tree import Tree
-from fedstill.experiment import regional
-from fedstill.experiment.rollback import rollback
-from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.runner import Listener
+from fedstill.deployment import region as regional
+from fedstill.running.directory import RunDirectory
+from fedstill.running.loop import Listener
+from fedstill.running.rollback import rollback
 
 QUICK: dict[str, Any] = SMALL | {"rounds": 5, "keep_checkpoints": 4, "save_models": 1}
 

@@ -18,13 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedstill
+from fedstill.building.config import Config, parse_assignments, resolve
 from fedstill.core import tree
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import write_atomic
-from fedstill.experiment import api, rundir
-from fedstill.experiment.config import Config, parse_assignments, resolve
-from fedstill.experiment.logfile import logging_to
-from fedstill.experiment.rundir import RunDirectory, to_json
+from fedstill.running import api
+from fedstill.running import directory as rundir
+from fedstill.running.directory import RunDirectory, to_json
+from fedstill.running.logfile import logging_to
 
 CONFIG = resolve({"method": "fedprox", "rounds": 3, "mu": 0.5})
 

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedstill
+from fedstill.building.config import resolve
+from fedstill.building.setup import Setup, prepare
 from fedstill.core.store import Store
 from fedstill.data.proxy import match_channels
 from fedstill.distill import stage
 from fedstill.distill.ensemble import diversity, label_weights
 from fedstill.distill.generators import ConditionalGenerator, ShrinkingGenerator, TransposedGenerator
-from fedstill.experiment.config import resolve
-from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.setup import Setup, prepare
 from fedstill.methods import registry
 from fedstill.methods.base import Part, Server, Uplink, fault
 from fedstill.methods.ccvr import pooled
@@ -32,6 +31,7 @@ from fedstill.methods.ccvr import root as ccvr_root
 from fedstill.methods.creff import CReFF, flat, unflat
 from fedstill.methods.dafkd import DaFKD, normalised
 from fedstill.methods.fedhyb import FedHyb
+from fedstill.running.directory import RunDirectory
 from fedstill.train.evaluate import Outputs, predict
 from fedstill.train.loop import Batch, Loss
 from fedstill.train.task import Samples, Task

@@ -37,19 +37,19 @@ from wiretap import (
     taped,
 )
 
+from fedstill.building.setup import Setup
 from fedstill.core import seeds
 from fedstill.core.weights import FlatNet
 from fedstill.data.augment import rotate_by
 from fedstill.distill.generators import ConditionalGenerator, FeatureGenerator, TransposedGenerator
 from fedstill.distill.stage import match_probabilities
-from fedstill.experiment.api import Result
-from fedstill.experiment.setup import Setup
 from fedstill.methods import registry
 from fedstill.methods.base import Server, Uplink
 from fedstill.methods.dafkd import DaFKD
 from fedstill.methods.fedbe import FedBE
 from fedstill.methods.fedftg import FedFTG
 from fedstill.models import Classifier
+from fedstill.running.api import Result
 from fedstill.train.loop import Loss
 
 POOL: dict[str, Any] = {"pool": 0.2, "proxy": "pool"}

@@ -14,12 +14,12 @@ from conftest import SMALL
 from PIL import Image
 
 import fedstill
+from fedstill.building.config import resolve
 from fedstill.core import reports
 from fedstill.core.tree import Tree
-from fedstill.experiment.config import resolve
-from fedstill.experiment.policy import Policy
-from fedstill.experiment.site import Own, Site
-from fedstill.experiment.sites import Terms, serve
+from fedstill.deployment.policy import Policy
+from fedstill.deployment.server import Terms, serve
+from fedstill.deployment.site import Own, Site
 
 pytest.importorskip("flwr")
 from flwr.app import RecordDict

@@ -19,19 +19,20 @@ import torch
 from conftest import SMALL
 
 import fedstill
+from fedstill.building.config import resolve
+from fedstill.building.setup import Setup, prepare
 from fedstill.core import trust
 from fedstill.core.errors import DataError, SettingError
 from fedstill.core.reports import Code, Refusal
 from fedstill.core.tree import Tree
 from fedstill.data import cache, tokens
-from fedstill.experiment import policy as policies
-from fedstill.experiment.audit import RECEIVED, SENT, AuditLog, verify
-from fedstill.experiment.config import resolve
-from fedstill.experiment.policy import Consent, Policy, Spent, kinds_of
-from fedstill.experiment.setup import Setup, prepare
-from fedstill.experiment.site import Own, Site
+from fedstill.deployment import policy as policies
+from fedstill.deployment.audit import SENT, AuditLog, verify
+from fedstill.deployment.policy import Consent, Policy, Spent, kinds_of
+from fedstill.deployment.site import Own, Site
 from fedstill.methods import registry
 from fedstill.methods.kinds import MEANING, Kind
+from fedstill.running.files import RECEIVED
 
 ROOT = Path(__file__).parent.parent
 SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"} | {

@@ -14,18 +14,18 @@ import torch
 from conftest import SMALL, slow
 
 import fedstill
+from fedstill.building.config import resolve
 from fedstill.core import tree
 from fedstill.core.errors import SettingError
 from fedstill.core.reports import Code, Step, code_of, report, step_of
 from fedstill.core.tree import Tree
 from fedstill.data import tokens
-from fedstill.experiment import rundir
-from fedstill.experiment.config import resolve
-from fedstill.experiment.policy import Policy
-from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.runner import Listener
-from fedstill.experiment.site import Own, Site, _labelled_as
-from fedstill.experiment.sites import Terms, serve
+from fedstill.deployment.policy import Policy
+from fedstill.deployment.server import Terms, serve
+from fedstill.deployment.site import Own, Site, _labelled_as
+from fedstill.running import directory as rundir
+from fedstill.running.directory import RunDirectory
+from fedstill.running.loop import Listener
 
 SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"} | {"clients": 3, "participation": 1.0}
 NAMES = ("north", "south", "west")

@@ -17,12 +17,12 @@ from fedstill.aggregate.latest import CacheInit, LatestMean
 from fedstill.core import tree
 from fedstill.core.store import Store
 from fedstill.core.tree import Message
-from fedstill.experiment.api import Result
-from fedstill.experiment.rundir import Record, RunDirectory
-from fedstill.experiment.runner import Listener
 from fedstill.methods import registry
 from fedstill.methods.base import Uplink
 from fedstill.methods.t1 import T1
+from fedstill.running.api import Result
+from fedstill.running.directory import Record, RunDirectory
+from fedstill.running.loop import Listener
 
 QUICK: dict[str, Any] = {"model": "mlp", "model_options": {"hidden": [8]}, "fraction": 0.1, "rounds": 4}
 OWN: dict[str, dict[str, Any]] = {

@@ -19,21 +19,21 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fedstill
+from fedstill.analysis.final import FinalModel, read_weights
+from fedstill.building.config import TEXT_TRAINING, resolve
+from fedstill.building.setup import prepare
 from fedstill.core.errors import DataError, SettingError
 from fedstill.core.tree import decode
 from fedstill.core.weights import FlatNet
 from fedstill.data import Dataset, TextSettings, from_arrays, load, sources, tokens
 from fedstill.data.formats import text
 from fedstill.data.formats.text import Corpus, parse_tree
-from fedstill.experiment.config import TEXT_TRAINING, resolve
-from fedstill.experiment.final import FinalModel, read_weights
-from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.setup import prepare
-from fedstill.experiment.site import Own
+from fedstill.deployment.site import Own
 from fedstill.methods import registry
 from fedstill.models import build, pretrained
 from fedstill.models.base import Classifier
 from fedstill.models.pretrained import Pretrained
+from fedstill.running.directory import RunDirectory
 
 pytest.importorskip("tokenizers")
 

@@ -16,15 +16,15 @@ from test_device import needed
 from torch import nn
 
 import fedstill
+from fedstill.building.config import resolve
+from fedstill.building.setup import prepare
 from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
 from fedstill.data.federation import Federation, from_clients
-from fedstill.experiment.api import Result
-from fedstill.experiment.config import resolve
-from fedstill.experiment.machine import check_engine
-from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.setup import prepare
 from fedstill.methods import registry
+from fedstill.running.api import Result
+from fedstill.running.directory import RunDirectory
+from fedstill.running.machine import check_engine
 from fedstill.train import together
 from fedstill.train.loop import Objective
 

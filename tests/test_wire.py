@@ -15,15 +15,15 @@ from conftest import SMALL, RunSmall, numbers, weights
 from torch import Tensor
 
 import fedstill
+from fedstill.building.config import resolve
+from fedstill.building.setup import Setup, prepare
 from fedstill.core.tree import Message
-from fedstill.experiment.config import resolve
-from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.setup import Setup, prepare
 from fedstill.methods import registry
 from fedstill.methods.base import Method, Part, Wire
 from fedstill.methods.feddyn import FedDyn
 from fedstill.methods.moon import MOON
 from fedstill.methods.scaffold import SCAFFOLD
+from fedstill.running.directory import RunDirectory
 from fedstill.train.loop import Objective
 from fedstill.train.task import Task
 

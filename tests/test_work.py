@@ -17,9 +17,9 @@ import fedstill
 from fedstill.core.tree import nbytes
 from fedstill.core.weights import FlatNet
 from fedstill.engine.base import Inline
-from fedstill.experiment.runner import Listener
 from fedstill.methods import registry
 from fedstill.models.base import Stacked
+from fedstill.running.loop import Listener
 
 EPOCHS, CLIENTS = 3, 3
 SETTINGS: dict[str, Any] = SMALL | {"clients": CLIENTS, "participation": 1.0, "rounds": 4, "epochs": EPOCHS}

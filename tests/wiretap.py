@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedstill
+from fedstill.building.config import resolve
+from fedstill.building.setup import Setup, prepare
 from fedstill.core import seeds, tree
 from fedstill.core.tree import Message
 from fedstill.core.weights import FlatNet
 from fedstill.engine.base import Inline
 from fedstill.engine.worker import Request, Train
-from fedstill.experiment.api import Result
-from fedstill.experiment.config import resolve
-from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.setup import Setup, prepare
 from fedstill.methods.base import Method, Part
 from fedstill.models import Classifier, build
 from fedstill.models.heads import Projected
+from fedstill.running.api import Result
+from fedstill.running.directory import RunDirectory
 from fedstill.train.task import Samples
 
 Floats = NDArray[np.float64]

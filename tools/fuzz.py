@@ -38,6 +38,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from PIL import Image
 
+from fedstill.building.config import read_toml, resolve
 from fedstill.core import tree
 from fedstill.core.errors import FedstillError
 from fedstill.core.files import read_json, read_sealed_json, write_sealed_json
@@ -45,10 +46,9 @@ from fedstill.core.index import Index
 from fedstill.core.store import Store
 from fedstill.data import cache, tokens
 from fedstill.data.formats import arrays, cifar, idx, images, mat, text
-from fedstill.experiment import presets
-from fedstill.experiment.config import read_toml, resolve
-from fedstill.experiment.rundir import RunDirectory
 from fedstill.flower.records import from_records, to_records
+from fedstill.running.directory import RunDirectory
+from fedstill.studies import presets
 
 SECONDS = 10  # of a core's time that one input may take
 MEMORY = 3 << 30  # bytes more than at the start
@@ -463,7 +463,7 @@ def _run_directories(folder: Path) -> list[Target]:
 
 
 def verify(path: Path) -> object:
-    from fedstill.experiment.verify import verify as checked
+    from fedstill.running.verify import verify as checked
 
     return checked(path)
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from fedstill.core.errors import DataError, FedstillError, SettingError
     from fedstill.data import Dataset, Split, from_arrays, from_torch, load
     from fedstill.data.federation import Federation, federate, from_clients
-    from fedstill.experiment.api import Result, resume, run
     from fedstill.methods.base import Part, Server, Uplink, Wire
     from fedstill.methods.fedavg import FedAvg
     from fedstill.models import Classifier
+    from fedstill.running.api import Result, resume, run
     from fedstill.train.client import Client
     from fedstill.train.loop import Objective
     from fedstill.train.losses import kl
@@ -30,7 +30,7 @@ _HOMES = {
     "fedstill.core.errors": ("DataError", "FedstillError", "SettingError"),
     "fedstill.data": ("Dataset", "Split", "from_arrays", "from_torch", "load"),
     "fedstill.data.federation": ("Federation", "federate", "from_clients"),
-    "fedstill.experiment.api": ("Result", "resume", "run"),
+    "fedstill.running.api": ("Result", "resume", "run"),
     "fedstill.methods.base": ("Part", "Server", "Uplink", "Wire"),
     "fedstill.methods.fedavg": ("FedAvg",),
     "fedstill.models": ("Classifier",),

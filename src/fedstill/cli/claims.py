@@ -14,11 +14,11 @@ from fedstill.cli.presets import duration, unit
 from fedstill.cli.progress import AllRuns
 from fedstill.core.errors import SettingError
 from fedstill.core.files import read_json, write_atomic, write_json
-from fedstill.experiment.cells import carry_out, check
-from fedstill.experiment.claims import Evidence, claims, saved
-from fedstill.experiment.reproduce import seconds_needed
-from fedstill.experiment.rundir import without_nan
 from fedstill.metrics.statistics import ENOUGH
+from fedstill.running.directory import without_nan
+from fedstill.studies.cells import carry_out, check
+from fedstill.studies.claims import Evidence, claims, saved
+from fedstill.studies.reproduce import seconds_needed
 
 Saved = dict[str, Any]
 

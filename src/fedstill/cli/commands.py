@@ -13,27 +13,22 @@ from rich.progress import track
 from rich.table import Table
 
 from fedstill import data as datasets_
+from fedstill.building.config import Config, is_config_file, parse_assignments, parse_sweeps, read_toml, resolve
+from fedstill.building.data import divide, load_data
+from fedstill.building.setup import prepare
 from fedstill.cli.failure import Halted
 from fedstill.cli.progress import Display
 from fedstill.cli.tensorboard import TensorBoard
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import read_json
 from fedstill.data.dataset import Dataset
-from fedstill.experiment import api
-from fedstill.experiment.config import (
-    Config,
-    is_config_file,
-    parse_assignments,
-    parse_sweeps,
-    read_toml,
-    resolve,
-)
-from fedstill.experiment.reteach import SavedEpisode
-from fedstill.experiment.rollback import rollback as go_back
-from fedstill.experiment.rundir import Record, RunDirectory
-from fedstill.experiment.setup import divide, load_data, prepare, prepare_again
 from fedstill.methods import registry
 from fedstill.methods.base import Part
+from fedstill.running import api, files
+from fedstill.running.directory import Record, RunDirectory
+from fedstill.running.inputs import prepare_again
+from fedstill.running.rollback import rollback as go_back
+from fedstill.studies.reteach import SavedEpisode
 
 # A table in a file or a pipe needs no less room than on a screen.
 console = Console(width=None if sys.stdout.isatty() else 120)
@@ -76,7 +71,7 @@ def _show_result(result: api.Result, config: Config, path: Path) -> None:
     console.print(results_table({config.method: result.summary}))
     from fedstill.report.curves import curves
 
-    picture = path / "curves.png"
+    picture = path / files.CURVES
     curves({config.method: result.records}, picture, title=title_of(config))
     say(f"curves: {picture}\nall of it: {path}")
 
@@ -99,9 +94,9 @@ def show(directories: list[Path], plot: Path | None) -> None:
         while name in records:
             name += "'"
         records[name] = directory_.records()
-        total = read_toml(directory / "config.toml").get("rounds", "?")
+        total = read_toml(directory / files.CONFIG).get("rounds", "?")
         done = records[name][-1]["round"] if records[name] else 0
-        summary = directory / "summary.json"
+        summary = directory / files.SUMMARY
         if summary.exists() and done == total:
             finished[name] = read_json(summary)
             continue
@@ -403,7 +398,7 @@ def title_of(config: Config) -> str:
 @contextmanager
 def run_in(path: Path, again: str = "") -> Iterator[Display]:
     """A display for a run in this directory; if the run stops under way, the user is told how to go on (`again`)."""
-    display, log = Display(console), path / "log.txt"
+    display, log = Display(console), path / files.LOG
     logged = log.stat().st_mtime_ns if log.exists() else 0
     try:
         yield display

@@ -7,17 +7,18 @@ from pathlib import Path
 
 from rich.table import Table
 
+from fedstill.building.config import Config, anchored, parse_sweeps
 from fedstill.cli.commands import Flags, config_of, console, known_to, run_name, say, slug, title_of
 from fedstill.cli.progress import AllRuns
 from fedstill.core.errors import SettingError
 from fedstill.core.files import write_json
-from fedstill.experiment.cells import Cell, carry_out, check
-from fedstill.experiment.comparison import TO_TARGET, Row, combinations, grid
-from fedstill.experiment.config import Config, anchored, parse_sweeps
-from fedstill.experiment.rundir import RunDirectory, check_place, without_nan
 from fedstill.methods import registry
 from fedstill.metrics.statistics import ENOUGH, Spread
 from fedstill.report.curves import swept_curves
+from fedstill.running import files
+from fedstill.running.directory import RunDirectory, check_place, without_nan
+from fedstill.studies.cells import Cell, carry_out, check
+from fedstill.studies.comparison import TO_TARGET, Row, combinations, grid
 
 _NOT_SWEPT = {
     "seed": "--seeds N compares on N seeds",
@@ -63,7 +64,7 @@ def compare(
         console.print(comparison_table(rows, seeds=seeds))
         console.print(cost_table(rows, seeds=seeds))
     write_json(folder / "comparison.json", [without_nan(row.record(rows[0])) for rows in tables for row in rows])
-    picture = folder / "curves.png"
+    picture = folder / files.CURVES
     title = "" if sweep[0] else title_of(first).removesuffix(f", seed {first.seed}") + f", {seeds} seeds"
     places = {
         _settings_of(rows[0]).removeprefix(": "): {
@@ -80,7 +81,7 @@ def _check_places(cells: list[Cell], *, force: bool) -> None:
     for cell in cells:
         if force:
             check_place(cell.path, force=True)
-        elif (cell.path / "config.toml").is_file():
+        elif (cell.path / files.CONFIG).is_file():
             if cell.rounds_done() is None:
                 raise SettingError(f"{cell.path} is a run that keeps no models; choose another --out, or --force")
         else:

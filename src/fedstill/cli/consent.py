@@ -86,6 +86,6 @@ def ask(question: str) -> bool:
 
 def policy_of(file: Path | None, **given: Any) -> Any:
     """The policy that the options say."""
-    from fedstill.experiment import policy
+    from fedstill.deployment import policy
 
     return policy.read(file, **given)

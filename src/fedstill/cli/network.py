@@ -16,18 +16,19 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from fedstill.building.config import Config
+from fedstill.building.data import load_data, undivided
+from fedstill.building.setup import largest_answer
 from fedstill.cli.commands import Flags, config_of, console, results_table, run_in, run_name, say
 from fedstill.cli.failure import TERMINATED, Terminated
 from fedstill.core.errors import SettingError, unknown
 from fedstill.core.owner import check_private
-from fedstill.experiment.config import Config
-from fedstill.experiment.policy import Policy
-from fedstill.experiment.regional import RegionalServer
-from fedstill.experiment.rundir import SERVED
-from fedstill.experiment.setup import largest_answer, load_data, undivided
-from fedstill.experiment.site import Own, Site
-from fedstill.experiment.sites import Link, Terms, regions_of
-from fedstill.experiment.sites import serve as serve_sites
+from fedstill.deployment.policy import Policy
+from fedstill.deployment.region import RegionalServer
+from fedstill.deployment.server import Link, Terms, regions_of
+from fedstill.deployment.server import serve as serve_sites
+from fedstill.deployment.site import Own, Site
+from fedstill.running import files
 
 if TYPE_CHECKING:
     from fedstill.flower.link import Certificates
@@ -172,7 +173,7 @@ def _begun(config: Config, revoked: int) -> Path | None:
     """The directory of an unfinished run of before keys were revoked; its name has the number of sites."""
     for clients in range(config.clients + revoked, config.clients, -1):
         path = Path("runs") / f"served-{run_name(config.model_copy(update={'clients': clients}))}"
-        if (path / SERVED).exists() and not (path / "summary.json").exists():
+        if (path / files.SERVED).exists() and not (path / files.SUMMARY).exists():
             return path
     return None
 

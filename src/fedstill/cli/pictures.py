@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
+from fedstill.analysis.final import FinalModel, distances, refuse_objects
+from fedstill.building.config import DIVISION, FREE, Config, read_toml
+from fedstill.building.data import divide, load_data
 from fedstill.cli import commands
 from fedstill.core import trust
 from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.core.files import read_json, write_atomic
 from fedstill.data.federation import Federation
-from fedstill.experiment import toy as toys
-from fedstill.experiment.config import DIVISION, FREE, Config, read_toml
-from fedstill.experiment.final import FinalModel, distances, refuse_objects
-from fedstill.experiment.rundir import RunDirectory
-from fedstill.experiment.setup import divide, load_data
 from fedstill.report import style
 from fedstill.report.bars import bars as draw_bars
 from fedstill.report.bubbles import bubbles as draw_bubbles
@@ -47,6 +45,9 @@ from fedstill.report.runs import (
 from fedstill.report.toy import Regions
 from fedstill.report.toy import toy as draw_toy
 from fedstill.report.tsne import tsne as draw_tsne
+from fedstill.running import files
+from fedstill.running.directory import RunDirectory
+from fedstill.studies import toy as toys
 
 # Settings in which runs may differ and still be repetitions: the numbers are the same.
 _SAME = FREE - {"rounds", "eval_every"}
@@ -356,8 +357,8 @@ def _runs(directories: list[Path]) -> list[Run]:
     """The runs in these directories and in folders of them, each once."""
     paths: list[Path] = []
     for directory in directories:
-        inside = [directory] if (directory / "config.toml").is_file() else sorted(
-            file.parent for file in directory.rglob("config.toml")
+        inside = [directory] if (directory / files.CONFIG).is_file() else sorted(
+            file.parent for file in directory.rglob(files.CONFIG)
         )  # fmt: skip
         if not inside:
             raise SettingError(f"{directory} is not a run directory and holds none: there is no config.toml")
@@ -367,17 +368,17 @@ def _runs(directories: list[Path]) -> list[Run]:
 
 def _run(path: Path) -> Run:
     directory = RunDirectory.open(path, lock=False)
-    records, text = directory.records(), (path / "config.toml").read_text()
+    records, text = directory.records(), (path / files.CONFIG).read_text()
     # A setting that is younger than the run had what is now its default.
-    settings = flat(Config.model_validate({}).model_dump() | read_toml(path / "config.toml"))
+    settings = flat(Config.model_validate({}).model_dump() | read_toml(path / files.CONFIG))
     done = records[-1]["round"] if records else 0
-    ended = (path / "summary.json").is_file() and done == settings["rounds"]
+    ended = (path / files.SUMMARY).is_file() and done == settings["rounds"]
     return Run(
         path,
         settings,
         records,
-        read_json(path / "summary.json") if ended else None,
-        _accuracies(path / "clients.csv") if ended else (),
+        read_json(path / files.SUMMARY) if ended else None,
+        _accuracies(path / files.CLIENTS) if ended else (),
         text,
     )
 

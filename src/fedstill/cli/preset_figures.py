@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedstill.analysis.final import FinalModel
+from fedstill.building.data import divide, load_data
 from fedstill.cli import pictures
 from fedstill.cli.commands import say
-from fedstill.experiment.cells import Cell
-from fedstill.experiment.final import FinalModel
-from fedstill.experiment.presets import METRICS, Point
-from fedstill.experiment.reproduce import Entry, Plan
-from fedstill.experiment.rundir import Record
-from fedstill.experiment.setup import divide, load_data
 from fedstill.report import style
 from fedstill.report.bars import swept_bars
 from fedstill.report.bubbles import swept_bubbles
 from fedstill.report.confusion import confusion
 from fedstill.report.curves import swept_curves
 from fedstill.report.runs import value
+from fedstill.running.directory import Record
+from fedstill.studies.cells import Cell
+from fedstill.studies.presets import METRICS, Point
+from fedstill.studies.reproduce import Entry, Plan
 
 
 def draw(plan: Plan, numbers: Sequence[Entry], out: Path) -> None:

@@ -15,11 +15,11 @@ from fedstill.cli.preset_figures import draw
 from fedstill.cli.progress import AllRuns
 from fedstill.core.errors import SettingError
 from fedstill.core.files import write_atomic, write_json
-from fedstill.experiment import presets as known
-from fedstill.experiment.cells import Cell, carry_out, check
-from fedstill.experiment.presets import Preset, Scale
-from fedstill.experiment.reproduce import Entry, Plan, entries, plans, seconds_needed
-from fedstill.experiment.rundir import without_nan
+from fedstill.running.directory import without_nan
+from fedstill.studies import presets as known
+from fedstill.studies.cells import Cell, carry_out, check
+from fedstill.studies.presets import Preset, Scale
+from fedstill.studies.reproduce import Entry, Plan, entries, plans, seconds_needed
 
 
 def presets(name: str | None, scale: str) -> None:

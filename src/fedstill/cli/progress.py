@@ -16,10 +16,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fedstill.experiment.cells import Cell, Watcher
-from fedstill.experiment.rundir import Record
-from fedstill.experiment.runner import Listener
-from fedstill.experiment.setup import Setup
+from fedstill.building.setup import Setup
+from fedstill.running.directory import Record
+from fedstill.running.loop import Listener
+from fedstill.studies.cells import Cell, Watcher
 
 
 class AllRuns(Watcher):

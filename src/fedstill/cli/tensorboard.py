@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedstill.building.setup import Setup
 from fedstill.core.errors import SettingError
 from fedstill.core.files import naming
-from fedstill.experiment.rundir import TENSORBOARD, Record
-from fedstill.experiment.runner import Listener
-from fedstill.experiment.setup import Setup
+from fedstill.running import files
+from fedstill.running.directory import Record
+from fedstill.running.loop import Listener
 
 
 class TensorBoard(Listener):
@@ -22,7 +23,7 @@ class TensorBoard(Listener):
         except ImportError as error:
             raise SettingError("--tensorboard needs a package: pip install 'fedstill[tensorboard]'") from error
         self._make: Any = SummaryWriter
-        self._folder, self._then = path / TENSORBOARD, then
+        self._folder, self._then = path / files.TENSORBOARD, then
         self._writer: Any = None
 
     def started(self, setup: Setup, done: int) -> None:

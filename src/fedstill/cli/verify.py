@@ -8,8 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedstill.cli import commands
-from fedstill.experiment.verify import runs_in
-from fedstill.experiment.verify import verify as checks_of
+from fedstill.running.verify import runs_in
+from fedstill.running.verify import verify as checks_of
 
 
 def verify(directories: list[Path]) -> int:

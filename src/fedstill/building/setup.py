@@ -1,0 +1,114 @@
+"""From settings to the objects of a run. Whatever can be wrong is found here, before the first round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fedstill.attacks.attack import Attack, plan
+from fedstill.building.config import Config
+from fedstill.building.data import divide, encoder_of, load_data, wanted_size
+from fedstill.building.task import Network, make_task
+from fedstill.building.topology import (
+    Hierarchy,
+    arrange,
+    check_attendance,
+    check_labels,
+    regional_method,
+)
+from fedstill.core.errors import SettingError
+from fedstill.data.dataset import Dataset, sized
+from fedstill.data.federation import Federation
+from fedstill.methods import registry
+from fedstill.methods.base import Method
+from fedstill.models.pretrained import has_learnt
+from fedstill.train.task import Samples, Task
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run ready to start."""
+
+    config: Config
+    task: Task
+    federation: Federation
+    method: Method
+    hierarchy: Hierarchy
+    attack: Attack
+    remarks: tuple[str, ...] = ()  # what whoever started the run should know
+
+    def pool(self) -> Samples | None:
+        """The samples that the server itself holds."""
+        index = torch.from_numpy(self.federation.pool_index)
+        dataset = self.federation.dataset
+        return Samples(dataset.train.x, dataset.train.y, index, dataset.normalise) if len(index) else None
+
+
+def prepare(
+    config: Config,
+    *,
+    data: Dataset | Federation | None = None,
+    model: Network | None = None,
+    method: Method | None = None,
+    proxy: Dataset | None = None,
+    elsewhere: bool = False,
+    tokenizer: str = "",
+) -> Setup:
+    """Load, divide and build what the configuration names; what is given as an object is taken as it is.
+
+    Clients that are `elsewhere` may still come: it is no error that a region has nobody with data. A `tokenizer`, as
+    JSON, stands in for the one that is named.
+    """
+    method = registry.make(config.method, config.hyper) if method is None else registry.checked(method)
+    if isinstance(data, Federation):
+        federation = data
+    else:
+        found = load_data(config, tokenizer) if data is None else sized(data, wanted_size(config))
+        federation = divide(config, found)
+    task = make_task(config, federation, method, model, proxy)
+    (method if config.flat else method.regional()).check(task)
+    check_labels(config.method, method, federation)
+    hierarchy = arrange(config, task, federation, method)
+    check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
+    attack = attack_of(config, federation, hierarchy)
+    return Setup(config, task, federation, method, hierarchy, attack, remarks=tuple(_remarks(config, task)))
+
+
+def _remarks(config: Config, task: Task) -> Iterator[str]:
+    if task.proxy is not None and config.proxy != "pool" and len(task.proxy) < config.proxy_size:
+        yield f"proxy_size = {config.proxy_size}: the proxy data have {len(task.proxy)} samples, and all are used"
+    if (encoder := encoder_of(config)) and not has_learnt(encoder):
+        yield f"{encoder} has no weights: the encoder begins with random ones, as if it had learnt nothing"
+
+
+def attack_of(config: Config, federation: Federation, hierarchy: Hierarchy) -> Attack:
+    """Who is malicious, and how; refused where the attack has nothing to change."""
+    attack = plan(
+        config.attack,
+        config.attackers,
+        federation.sizes,
+        len(federation.dataset.classes),
+        target=config.attack_class,
+        scale=config.attack_scale,
+        seed=config.seed,
+    )
+    for region in hierarchy.regions if attack.on_updates else ():
+        wire = region.method.wire(region.task)
+        if "model" not in wire.up or "model" not in wire.down:
+            raise SettingError(f"attack = {config.attack!r} changes clients' models, and this method sends none")
+        if attack.kind == "buffers" and region.task.size == region.task.trainable:
+            raise SettingError("attack = 'buffers' changes BatchNorm's statistics, and this network has none")
+        if attack.kind == "extra" and wire.up.keys() <= {"model"}:
+            raise SettingError("attack = 'extra' changes what clients send beside the model, and this is nothing")
+    return attack
+
+
+def largest_answer(config: Config, federation: Federation) -> int:
+    """Bytes of the tensors that a client sends at most."""
+    method = registry.make(config.method, config.hyper)
+    task = make_task(config, federation, method)
+    inside = [regional_method(own, config, method) for own in config.each_region()] or [method]
+    wires = [each.wire(task) for each in (method, *inside)]
+    return max(sum(part.nbytes for part in parts.values()) for wire in wires for parts in (wire.up, wire.last))

@@ -1,0 +1,208 @@
+"""Who is there in a round: regions with their clients, and when they join and leave.
+
+A run without regions is one region that is never merged with another.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedstill.building.config import Config, RegionSettings
+from fedstill.building.task import local_training
+from fedstill.core import seeds
+from fedstill.core.errors import SettingError
+from fedstill.data.federation import Federation
+from fedstill.data.partition import IntArray, regions
+from fedstill.methods import registry
+from fedstill.methods.base import Method
+from fedstill.train.task import Task
+
+
+@dataclass(frozen=True)
+class Region:
+    """A federation of its own between two meetings of all."""
+
+    number: int
+    name: str
+    clients: IntArray  # at the start, if they are drawn anew in each episode
+    method: Method
+    task: Task
+    participation: float
+    joins: int = 1  # its first round
+    leaves: int = 0  # the first round without it; 0: it stays
+
+    def present(self, round_: int) -> bool:
+        return self.joins <= round_ and (not self.leaves or round_ < self.leaves)
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """All regions, and how they come together."""
+
+    regions: tuple[Region, ...]
+    rounds_per_episode: int = 0  # 0: they never do, there is only one
+    redrawn: bool = False  # clients change regions in each episode
+    late: int = 0  # how many clients, the last ones, are not there from the start
+    late_from: int = 1  # their first round
+    seed: int = 0
+
+    @property
+    def flat(self) -> bool:
+        return self.rounds_per_episode == 0
+
+    def ends_episode(self, round_: int) -> bool:
+        return not self.flat and round_ % self.rounds_per_episode == 0
+
+    def present(self, round_: int) -> list[tuple[Region, IntArray]]:
+        """The regions of a round with their clients."""
+        here = [region for region in self.regions if region.present(round_)]
+        held = [region.clients for region in here]
+        if self.redrawn and here:
+            episode = (round_ - 1) // self.rounds_per_episode
+            mixed = seeds.numpy_rng(self.seed, "regions", episode + 1).permutation(np.concatenate(held))
+            held = np.split(mixed, np.cumsum([len(clients) for clients in held])[:-1])
+        if round_ < self.late_from and self.late:
+            first_late = sum(len(region.clients) for region in self.regions) - self.late
+            held = [clients[clients < first_late] for clients in held]
+        return list(zip(here, held, strict=True))
+
+
+def assign(config: Config, clients: int) -> list[IntArray]:
+    """The clients of each region at the start: those it names, or as many as it asks for, drawn at random."""
+    tables = config.each_region()
+    named = [t.clients for t in tables if isinstance(t.clients, list)]
+    if named and len(named) < len(tables):
+        raise SettingError("region: either all regions list their clients, or none does")
+    if named:
+        everyone = sorted(k for listed in named for k in listed)
+        if everyone != list(range(clients)):
+            raise SettingError(f"region: the lists of clients must name each of 0 to {clients - 1} exactly once")
+        return [np.array(listed, np.int64) for listed in named]
+    counts = [t.clients for t in tables if isinstance(t.clients, int)]
+    rng = seeds.numpy_rng(config.seed, "regions", 0)
+    if not any(counts):
+        owner = regions(clients, len(tables), rng)
+        return [np.flatnonzero(owner == r) for r in range(len(tables))]
+    if not all(counts) or sum(counts) != clients:
+        raise SettingError(f"region: the regions ask for {counts} clients, and there are {clients} in all")
+    return [np.sort(part) for part in np.split(rng.permutation(clients), np.cumsum(counts)[:-1])]
+
+
+def with_data(sizes: IntArray, members: IntArray) -> IntArray:
+    """The members that can take part."""
+    return members[sizes[members] > 0]
+
+
+def cohort_size(able: int, members: int, participation: float) -> int:
+    """How many clients take part in a round, of so many that can."""
+    return min(able, max(1, math.floor(participation * members + 0.5)))
+
+
+def draw_cohort(sizes: IntArray, able: IntArray, count: int, seed: int, round_: int, region: int = 0) -> list[int]:
+    """The clients of a round, drawn uniformly among those that can take part: the same for every method.
+
+    The largest come first, so that no worker is left alone with a large one at the end. Sums run in this order.
+    """
+    where = (round_, region) if region else (round_,)
+    drawn = able[seeds.numpy_rng(seed, "cohort", *where).choice(len(able), count, replace=False)]
+    cohort: list[int] = drawn[np.lexsort((drawn, -sizes[drawn]))].tolist()
+    return cohort
+
+
+def arrange(config: Config, task: Task, federation: Federation, method: Method) -> Hierarchy:
+    """The regions of a run, each with its method and how its clients train; one, of all clients, if there are none."""
+    clients = federation.clients
+    if config.late_clients >= clients:
+        raise SettingError(f"late_clients = {config.late_clients}: some of the {clients} clients must be there at once")
+    tables = config.region
+    if tables and config.regions != len(tables):
+        raise SettingError(f"regions = {config.regions}, but there are {len(tables)} [[region]] tables")
+    if config.flat:
+        everyone = Region(0, "", np.arange(clients), method, task, config.participation)
+        return Hierarchy((everyone,), late=config.late_clients, late_from=config.late_from)
+    if config.rounds % config.rounds_per_episode:
+        raise SettingError(
+            f"rounds = {config.rounds} is not a whole number of episodes; rounds_per_episode is "
+            f"{config.rounds_per_episode}"
+        )
+    found = []
+    for number, (own, members) in enumerate(zip(config.each_region(), assign(config, clients), strict=True)):
+        settings = config.model_copy(update=own.of_its_own())
+        name = own.name or f"region {number + 1}"
+        regional_task = task.trained_as(local_training(settings, federation)) if own.of_its_own() else task
+        inside = regional_method(own, config, method)
+        _check_region(name, inside, regional_task, config)
+        check_labels(f"{name}: its method", inside, federation)
+        found.append(
+            Region(number, name, members, inside, regional_task, settings.participation, own.joins, own.leaves)
+        )
+    return Hierarchy(
+        tuple(found),
+        config.rounds_per_episode,
+        not config.fixed_regions,
+        config.late_clients,
+        config.late_from,
+        config.seed,
+    )
+
+
+def check_labels(name: str, method: Method, federation: Federation) -> None:
+    if method.needs().server_labels and not len(federation.pool_index):
+        raise SettingError(
+            f"{name} needs labelled samples on the server: set pool, for example pool=0.1, or give pool to from_clients"
+        )
+
+
+def regional_method(own: RegionSettings, config: Config, method: Method) -> Method:
+    """The method inside a region: its own, or the run's with the region's settings."""
+    if own.method:
+        return registry.make(own.method, own.hyper)
+    return (registry.make(config.method, config.hyper | own.hyper) if own.hyper else method).regional()
+
+
+def _check_region(name: str, method: Method, task: Task, config: Config) -> None:
+    """Refuse, inside a region, what cannot be merged with others."""
+    if not method.global_model:
+        raise SettingError(f"{name}: its method has no global model that could be merged with other regions'")
+    changes_model = method.needs().changed_model
+    if changes_model and any(r.method and r.method != config.method for r in config.region):
+        raise SettingError(f"{name}: its method changes the network, so all regions must run it")
+    if not config.fixed_regions and (any(r.method or r.hyper for r in config.region) or method.averages_all_clients):
+        raise SettingError(
+            f"{name}: fixed_regions = false deals the clients anew, which asks for one method in all regions, and "
+            "one that does not average clients it no longer has (T1)"
+        )
+    method.check(task)
+
+
+def check_attendance(hierarchy: Hierarchy, config: Config, federation: Federation, *, elsewhere: bool) -> None:
+    """Refuse a plan in which somebody has nobody to work with."""
+    names = [region.name for region in hierarchy.regions]
+    if len(set(names)) < len(names):
+        raise SettingError(f"region: each needs a name of its own, and they are {', '.join(names)}")
+    for region in hierarchy.regions:
+        if region.leaves and region.leaves <= region.joins:
+            raise SettingError(f"{region.name}: it leaves in round {region.leaves} and joins in round {region.joins}")
+    changes = {1, config.late_from, *(r.joins for r in hierarchy.regions), *(r.leaves for r in hierarchy.regions)}
+    if hierarchy.redrawn:  # each episode deals anew
+        changes |= set(range(1, config.rounds + 1, config.rounds_per_episode))
+    for round_ in sorted(r for r in changes if 1 <= r <= config.rounds):
+        present = hierarchy.present(round_)
+        if not present:
+            raise SettingError(f"region: no region is there in round {round_}")
+        for region, members in present:
+            where = f"{region.name}: " if region.name else ""
+            if not federation.sizes[members].any():
+                if elsewhere:
+                    continue
+                raise SettingError(f"{where}none of the clients has data in round {round_}")
+            count = cohort_size(len(with_data(federation.sizes, members)), len(members), region.participation)
+            for part in region.method.parts():
+                if count < part.fewest_clients:
+                    raise SettingError(
+                        f"{where}{part.name} asks for at least {part.fewest_clients} clients a round, and round "
+                        f"{round_} has {count}; raise participation"
+                    )

@@ -1,0 +1,166 @@
+"""What was sent, and what was received: a line of JSON each, appended and never changed.
+
+Each line carries the digest of the line before it, so that one that was taken out or altered later shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fedstill.core import tree
+from fedstill.core.errors import DataError
+from fedstill.core.owner import private_folder
+from fedstill.core.reports import cleaned
+from fedstill.core.tree import Tree
+
+SENT = "audit.jsonl"  # in a site's folder
+_TAIL = 1 << 20  # bytes at a file's end among which its last line is
+_MOST_PARTS = 100  # of an answer; more are counted, not named
+
+
+class AuditLog:
+    """A file to which lines are added. With `durable`, a line is on the disk when `append` returns."""
+
+    def __init__(self, path: Path, *, durable: bool = True) -> None:
+        self.path, self._durable = path, durable
+        self._last: str | None = None  # digest of the last line
+
+    def append(self, **fields: Any) -> None:
+        if not self.path.parent.is_dir():
+            private_folder(self.path.parent)
+        opened = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            start = b""
+            if self._last is None:
+                tail = _tail(opened)
+                start = b"\n" if tail and not tail.endswith(b"\n") else b""  # a kill cut the last line
+                self._last = _digest(tail.rstrip(b"\n").rpartition(b"\n")[2]) if tail else ""
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            line = json.dumps({"time": now, **fields, "previous": self._last}).encode()
+            os.write(opened, start + line + b"\n")
+            if self._durable:
+                os.fsync(opened)
+            self._last = _digest(line)
+        finally:
+            os.close(opened)
+
+
+def verify(path: Path) -> int:
+    """How many lines an audit log has; DataError names the first that does not follow from the one before."""
+    last = ""
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            previous = json.loads(line)["previous"]
+        except (ValueError, KeyError, TypeError):
+            previous = last  # cut by a kill; the next line holds the digest of what is left of it
+        if previous != last:
+            raise DataError(f"{path}, line {number}: it does not follow from the line before; lines were changed")
+        last = _digest(line)
+    return len(lines)
+
+
+def _tail(opened: int) -> bytes:
+    size = os.fstat(opened).st_size
+    return os.pread(opened, _TAIL, max(0, size - _TAIL))
+
+
+def _digest(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest() if line else ""
+
+
+def contents(body: Tree, kinds: Mapping[str, str]) -> dict[str, Any]:
+    """What an answer consists of: its tensors by name, kind, shape and dtype, and the names of its plain values."""
+    parts: list[dict[str, Any]] = []
+    values: list[str] = []
+
+    def walk(node: Tree, place: str) -> None:
+        if isinstance(node, Tensor):
+            name = place.removeprefix("message/")
+            about = {"shape": list(node.shape), "dtype": str(node.dtype).removeprefix("torch.")}
+            parts.append({"name": cleaned(name, 80), "kind": kinds.get(name, "other"), **about})
+        elif isinstance(node, dict):
+            for key, value in node.items():
+                walk(value, f"{place}/{key}" if place else str(key))
+        elif place:
+            values.append(cleaned(place, 80))
+
+    walk(body, "")
+    found: dict[str, Any] = {"parts": parts[:_MOST_PARTS], "values": values[:_MOST_PARTS]}
+    more = max(0, len(parts) - _MOST_PARTS) + max(0, len(values) - _MOST_PARTS)
+    return {**found, "more": more} if more else found
+
+
+def digest(body: Tree) -> dict[str, Any]:
+    """Bytes and SHA-256 of an answer, the same at both ends."""
+    encoded = tree.encode(body)
+    return {"bytes": len(encoded), "sha256": hashlib.sha256(encoded).hexdigest()}
+
+
+def request_kind(request: Tree) -> dict[str, Any]:
+    """What was asked for: `Train` in which round, or only how much a site holds."""
+    body = request.get("request") if isinstance(request, dict) else None
+    if not isinstance(body, dict):
+        return {"request": "Join"}
+    number = body.get("round")
+    return {"request": cleaned(body.get("kind"), 20)} | ({"round": number} if isinstance(number, int) else {})
+
+
+def sent(asked: Tree, answer: Tree, kinds: Mapping[str, str]) -> dict[str, Any]:
+    """What a site's audit log says of an answer: to what, what it consists of, how much, and its digest."""
+    run = asked.get("run") if isinstance(asked, dict) else None
+    number = run.get("number") if isinstance(run, dict) else None
+    about = {"run": cleaned(number, 16), **request_kind(asked)}
+    if "error" in answer:
+        return {**about, "error": answer["error"]}
+    return {**about, **contents(answer["body"], kinds), **digest(answer["body"])}
+
+
+class Link(Protocol):
+    """What is recorded; `fedstill.deployment.server.Link` says more."""
+
+    def present(self) -> set[str]: ...
+
+    def ask(
+        self, requests: Mapping[str, Tree], *, timeout: float, name: str | None = None
+    ) -> Iterator[tuple[str, Any]]: ...
+
+
+class Recorded:
+    """A link whose answers are recorded as they arrive."""
+
+    def __init__(self, link: Link, path: Path) -> None:
+        self._link, self._log = link, AuditLog(path, durable=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+    def present(self) -> set[str]:
+        return self._link.present()
+
+    def ask(
+        self, requests: Mapping[str, Tree], *, timeout: float, name: str | None = None, **more: Any
+    ) -> Iterator[tuple[str, Any]]:
+        asked = dict(requests)
+        return self._recorded(asked, self._link.ask(requests, timeout=timeout, name=name, **more))
+
+    def _recorded(self, requests: dict[str, Tree], answers: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        try:
+            for site, answer in answers:
+                about = {"site": site, **request_kind(requests.get(site))}
+                if isinstance(answer, dict) and "error" not in answer:
+                    self._log.append(**about, **contents(answer, {}), **digest(answer))
+                else:
+                    self._log.append(**about, failure=cleaned(getattr(answer, "reason", "an error")))
+                yield site, answer
+        finally:
+            if close := getattr(answers, "close", None):
+                close()

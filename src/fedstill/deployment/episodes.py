@@ -1,0 +1,62 @@
+"""The global server's run where regions are on machines of their own."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fedstill.building.topology import Region
+from fedstill.engine.base import Engine
+from fedstill.engine.worker import Train
+from fedstill.methods.base import Part
+from fedstill.running.loop import Run
+from fedstill.running.records import Tally
+from fedstill.running.uplinks import Checked
+
+_MOST = 1e15  # of bytes, or anything else that a region counts
+
+TOTALS = ("clients", "bytes_down", "bytes_up", "dropped")  # of an episode's rounds; a region tells them with its model
+
+
+class Episodes(Run):
+    """The global server's run: one step is an episode, whose rounds the regions run by themselves."""
+
+    @property
+    def _stride(self) -> int:
+        return self.setup.hierarchy.rounds_per_episode
+
+    @property
+    def _needed(self) -> int:
+        return 1
+
+    def _try(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
+        self.server.round = round_
+        if engine.greet():
+            self._count_samples()
+        sizes, absent = self.setup.federation.sizes, engine.absent()
+        known = [region for region in self.setup.hierarchy.regions if sizes[region.clients].any()]
+        there = [region for region in known if not absent.issuperset(region.clients.tolist())]
+        asked = there or known  # who is waited for if nobody is there
+        self.listener.round_started(round_, len(asked))
+        down = {"model": self.server.model}
+        answers = Checked(
+            [region.number for region in asked],
+            engine.run(
+                [Train(int(region.clients[0]), round_, measure, region.number) for region in asked],
+                down,
+            ),
+            {"model": Part((self.setup.task.size,), "the region's model")},
+            least=1,
+            tick=self.listener.client_done,
+            who="region",
+            judge=self._judge(engine, down, "regions"),
+        )
+        self._come = {answer.client: answer["model"] for answer in answers}
+        tally = Tally()
+        for name in TOTALS:
+            setattr(tally, name, sum(int(min(max(n, 0.0), _MOST)) for n in answers.metrics.pop(name, [])))
+        tally.metrics = answers.metrics
+        tally.left_out = [region.name for region in asked if region.number not in self._come]
+        return tally, [region for region in asked if region.number in self._come]
+
+    def regional_model(self, region: Region) -> Tensor:
+        return self._come[region.number]

@@ -1,0 +1,261 @@
+"""What a site agrees to: methods, kinds of information, and limits. Checked here, before any work for a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, TypeAdapter, ValidationError
+
+from fedstill.building.config import Config, read_toml
+from fedstill.building.task import network_maker
+from fedstill.core import custom
+from fedstill.core.errors import SettingError, unknown
+from fedstill.core.files import read_json, write_json
+from fedstill.core.reports import Code, Refusal
+from fedstill.data.dataset import Dataset
+from fedstill.methods import registry
+from fedstill.methods.base import Method, Part, misfit
+from fedstill.methods.kinds import MEANING, Kind
+from fedstill.running.rollback import ROLLBACKS
+from fedstill.train.task import Task
+
+_MOST_TEXT = 1 << 20  # bytes of settings
+_MOST_TOKENIZER = 64 << 20  # bytes of a tokenizer's JSON
+
+
+Limit = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a site's owner allows. The default: methods that send weights alone, of sizes that are common."""
+
+    allow: tuple[str, ...] = ()  # methods that may send more than weights
+    deny: tuple[Kind, ...] = ()  # kinds of information that never leave the site
+    max_rounds: Annotated[int, Field(ge=0)] = 0  # trainings for one run, at most; 0: no limit
+    max_hours: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of work for one run, at most; 0: no limit
+    download: bool = False  # whether datasets and encoders that a server names may be fetched
+    max_parameters: Limit = 500_000_000  # numbers in the network
+    max_epochs: Limit = 1000  # passes over the data in a round
+    max_batch_size: Limit = 65_536  # samples of a batch
+    max_image_size: Limit = 1024  # pixels of an image's side
+    max_length: Limit = 8192  # tokens of a text
+    max_clients: Limit = 1_000_000  # clients, proxy samples, tokens of a vocabulary or regions of a run
+    max_setting: Limit = 100_000  # any other number among the settings of a method or a network
+
+    @property
+    def most_seconds(self) -> float:
+        return self.max_hours * 3600 or math.inf
+
+
+def read(path: Path | None, **given: Any) -> Policy:
+    """The policy in a file, with what is given otherwise instead of it, or in addition to its lists."""
+    found = read_toml(path) if path else {}
+    for name, value in given.items():
+        if isinstance(value, list):
+            found[name] = [*found.get(name, []), *value]
+        elif value is not None:
+            found[name] = value
+    for name in found:
+        if name not in (fields := [f.name for f in dataclasses.fields(Policy)]):
+            raise unknown("setting of a policy", name, fields)
+    try:
+        policy = TypeAdapter(Policy).validate_python(found)
+    except ValidationError as error:
+        raise SettingError(f"{path or 'policy'}: {registry.explain(error)}") from error
+    for name in policy.allow:
+        for part in [] if custom.is_reference(name) else name.split("+"):
+            if part not in (known := [*registry.names(), *registry.modifiers()]):
+                raise unknown("method", part, known)
+    return policy
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def check_text(text: Any) -> str:
+    """The settings as text, before anything reads them."""
+    if not isinstance(text, str) or len(text) > _MOST_TEXT:
+        raise Refusal(Code.LIMIT_EXCEEDED, f"the run's settings are no text of at most {_MOST_TEXT:,} characters")
+    return text
+
+
+def check_settings(policy: Policy, config: Config) -> None:
+    """Refuse settings that would exhaust the site."""
+    tables = config.each_region()
+    limits = {
+        "epochs": (max(config.epochs, *(t.epochs or 0 for t in tables)), policy.max_epochs),
+        "batch_size": (max(config.batch_size, *(t.batch_size or 0 for t in tables)), policy.max_batch_size),
+        "image_size": (config.image_size, policy.max_image_size),
+        "max_length": (config.max_length, policy.max_length),
+        **{
+            name: (getattr(config, name), policy.max_clients)
+            for name in ("clients", "proxy_size", "vocabulary", "regions")
+        },
+    }
+    for name, (value, most) in limits.items():
+        _check_limit(name, value, most)
+    settings = [config.hyper, config.model_options, *(table.hyper for table in tables)]
+    for name, value in [pair for table in settings for pair in _numbers(table)]:
+        _check_limit(name, abs(value), policy.max_setting)
+
+
+def _check_limit(name: str, value: float, most: float) -> None:
+    if value > most:
+        raise Refusal(
+            Code.LIMIT_EXCEEDED, f"the run's {name} is {value:g}, and this site's policy allows {most:g} at most"
+        )
+
+
+def _numbers(node: Any, name: str = "settings") -> Iterator[tuple[str, float]]:
+    """Every number in a table of settings, and how long its lists are."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _numbers(value, str(key)[:40])
+    elif isinstance(node, list | tuple):
+        yield name, len(node) ** 2  # lists are layers: a thousand of them are no network
+        for value in node:
+            yield from _numbers(value, name)
+    elif isinstance(node, int | float):
+        yield name, node
+
+
+def check_run(policy: Policy, run: Mapping[str, Any]) -> None:
+    """Refuse a description of a run that is none, or would exhaust the site."""
+    whole = {"client": policy.max_clients, "clients": policy.max_clients, "checkpoint": 10**9}
+    for name, most in whole.items():
+        if type(run[name]) is not int or run[name] < 0:
+            raise Refusal(Code.BAD_REQUEST, f"the run's {name} is no whole number")
+        _check_limit(name, run[name], most)
+    lists: dict[str, tuple[type | tuple[type, ...], int]] = {
+        "classes": (str, 100_000), "mean": ((int, float), 4096), "std": ((int, float), 4096), "shape": (int, 8),
+        "steps": (int, policy.max_clients), "frozen": (str, 1), ROLLBACKS: (int, 10_000),
+    }  # fmt: skip
+    for name, (kind, most) in lists.items():
+        value = run.get(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+            raise Refusal(Code.BAD_REQUEST, f"the run's {name} is no list of the kind that it should be")
+        _check_limit(f"number of {name}", len(value), most)
+    for count in run["steps"]:
+        _check_limit("steps", count, 1000 * policy.max_setting)
+    if not isinstance(run["tokenizer"], str):
+        raise Refusal(Code.TOKENIZER_REFUSED, "the run's tokenizer is no text")
+    if len(run["tokenizer"]) > _MOST_TOKENIZER:
+        raise Refusal(Code.TOKENIZER_REFUSED, f"the run's tokenizer has more than {_MOST_TOKENIZER:,} characters")
+
+
+def check_network(policy: Policy, config: Config, dataset: Dataset, method: Method) -> None:
+    """Refuse a network that is too large, before there is memory for it."""
+    if custom.is_reference(config.model) or config.model == "distilbert":
+        return  # the site's own file, or an encoder that it has
+    with torch.device("meta"):
+        net = network_maker(config, dataset, method, None)()
+    count = sum(p.numel() for p in [*net.parameters(), *net.buffers()])
+    _check_limit("number of parameters", count, policy.max_parameters)
+
+
+# --- consent ----------------------------------------------------------------------------------------------------------
+
+
+def kinds_of(method: Method, task: Task) -> dict[str, Kind]:
+    """The kind of each part that a client of this method sends, by name."""
+    wire = method.wire(task)
+    return {name: part.kind for parts in (wire.up, wire.last) for name, part in parts.items()}
+
+
+class Consent:
+    """Whether a site takes part in a run. `ask` puts a question to its owner, and may take its time."""
+
+    def __init__(self, policy: Policy, ask: Callable[[str], bool] | None = None) -> None:
+        self.policy, self._ask = policy, ask
+        self._answers: dict[tuple[str, str], bool | None] = {}  # None: the owner has been asked
+
+    def check(self, number: str, name: str, method: Method, task: Task) -> None:
+        """Refuse a method that may not send what it sends: by the policy, or by the owner."""
+        sent = set(kinds_of(method, task).values())
+        if denied := sorted(sent & set(self.policy.deny)):
+            raise Refusal(Code.NOT_ALLOWED, f"{name} sends {', '.join(denied)}, which this site's policy denies")
+        if not sent - {Kind.WEIGHTS} or name in self.policy.allow:
+            return
+        unnamed = [part for part in _parts_beyond_weights(name, task) if part not in self.policy.allow]
+        if not unnamed:
+            return
+        beyond = "; ".join(f"{kind} ({MEANING[kind]})" for kind in sorted(sent - {Kind.WEIGHTS}))
+        answer = self._asked((number, name), f"a server wants to run {name}, which sends beside weights: {beyond}")
+        if answer:
+            return
+        flags = " ".join(f"--allow {part}" for part in unnamed)
+        raise Refusal(
+            Code.NOT_ALLOWED if answer is False else Code.CONSENT_PENDING,
+            f"{name} sends beside weights: {beyond}; to allow it, start the site with {flags}, or name it in its "
+            "policy",
+        )
+
+    def _asked(self, about: tuple[str, str], question: str) -> bool | None:
+        """The owner's answer; None: there is none yet. A server does not wait as long as a person may take."""
+        if self._ask is None:
+            return False
+        if about not in self._answers:
+            self._answers[about] = None
+            put = threading.Thread(target=self._put, args=(about, question, self._ask), name="consent", daemon=True)
+            put.start()
+        return self._answers[about]
+
+    def _put(self, about: tuple[str, str], question: str, ask: Callable[[str], bool]) -> None:
+        self._answers[about] = ask(question)
+
+
+def _parts_beyond_weights(name: str, task: Task) -> list[str]:
+    """The composed methods that on their own would send more than weights; a file is the owner's own choice."""
+    named = [(part, cls) for part, cls in zip(registry.split(name), registry.find(name), strict=True)]
+    named = [(part, cls) for part, cls in named if not custom.is_reference(part)]
+    return [part for part, cls in named if set(kinds_of(cls(), task).values()) - {Kind.WEIGHTS}]
+
+
+def check_message(message: Any, declared: Mapping[str, Part], deny: Sequence[Kind]) -> None:
+    """Refuse to send what a method did not declare, or what is denied."""
+    if problem := misfit(message, dict(declared)):
+        raise Refusal(Code.ANSWER_UNDECLARED, f"the method's answer is not what it declares: {problem}")
+    if any(declared[name].kind in deny for name in message):
+        raise Refusal(Code.NOT_ALLOWED, "the method sends what this site's policy denies")
+
+
+class Spent:
+    """What a site has done for one run, on disk: a restart does not begin anew."""
+
+    def __init__(self, folder: Path, policy: Policy) -> None:
+        self._path, self._policy = folder / "spent.json", policy
+        self._limited = bool(policy.max_rounds or policy.max_hours)
+
+    @contextmanager
+    def work(self, *, training: bool) -> Iterator[None]:
+        """Refuse what is beyond the limits, and count what is not."""
+        if not self._limited:
+            yield
+            return
+        found = read_json(self._path) if self._path.is_file() else {"trainings": 0, "seconds": 0.0}
+        policy = self._policy
+        if training and policy.max_rounds and found["trainings"] >= policy.max_rounds:
+            raise Refusal(
+                Code.LIMIT_EXCEEDED, f"this site has trained {policy.max_rounds} times for the run (max_rounds)"
+            )
+        if found["seconds"] >= policy.most_seconds:
+            raise Refusal(
+                Code.LIMIT_EXCEEDED, f"this site has worked {policy.max_hours:g} hours for the run (max_hours)"
+            )
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            seconds = found["seconds"] + time.monotonic() - began
+            write_json(self._path, {"trainings": found["trainings"] + training, "seconds": seconds})

@@ -1,0 +1,103 @@
+"""How much each site counts: what it claimed when it joined, and never more than a share of all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from fedstill.core.files import read_sealed_json, write_sealed_json
+from fedstill.data.partition import IntArray
+
+log = logging.getLogger(__name__)
+
+_HALF = 0.5
+
+
+def capped(counts: IntArray, max_share: float) -> IntArray:
+    """The counts, none of them more than a share of their sum. 0: by how many there are, 0.75 of three, 0.6 of four,
+    half of more, for a few that are honest may well be that uneven; of two, neither can be told to be too large.
+
+    >>> capped(np.array([100, 100, 100, 100, 10**8]), 0).tolist()
+    [100, 100, 100, 100, 400]
+    >>> capped(np.array([58, 55, 126]), 0).tolist()
+    [58, 55, 126]
+    """
+    ordered = np.sort(counts[counts > 0])[::-1]
+    if not len(ordered):
+        return counts
+    share = max(max_share, 1 / len(ordered)) if max_share else max(_HALF, 3 / (len(ordered) + 1))
+    if share >= 1:
+        return counts
+    limit = int(ordered[0])
+    # With the first `top` of them at the limit c and the others as they are, c = share (top c + others).
+    for top in range(len(ordered)):
+        others = int(ordered[top:].sum())
+        limit = int(share * others / (1 - share * top) + 1e-9) if top else limit
+        if ordered[top] <= (limit if top else share * others):
+            break
+    return np.minimum(counts, max(1, limit))
+
+
+class Counts:
+    """What each site holds, by its own word when it joined; kept in a file, so that a restart changes nothing."""
+
+    def __init__(self, clients: Mapping[str, IntArray], of: int, max_share: float, path: Path | None) -> None:
+        """`clients` are those of each site, among `of` in all."""
+        self._clients, self._of, self._max_share, self._path = clients, of, max_share, path
+        kept: dict[str, Any] = read_sealed_json(path) if path and path.exists() else {}
+        self._held: dict[str, tuple[list[int], list[int]]] = {
+            name: (samples, tests) for name, (samples, tests) in kept.items() if name in clients
+        }
+        self._warned = set[str]()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Let these sites say anew how much they hold."""
+        for name in names:
+            self._held.pop(name, None)
+
+    def settle(self, name: str, samples: list[int], tests: list[int], *, growing: bool) -> str:
+        """Take down what a site says, unless it claimed otherwise before: then, what is wrong with that.
+
+        `growing`: clients of whom nothing was known may come to it, as to a region.
+        """
+        claimed = list(zip(samples, tests, strict=True))
+        before = list(zip(*self._held[name], strict=True)) if name in self._held else claimed
+        nothing = (0, 0)  # of a client that is not there, or not yet
+        settled = [new if growing and old == nothing else old for old, new in zip(before, claimed, strict=True)]
+        self._held[name] = [n for n, _ in settled], [n for _, n in settled]
+        if self._path:
+            write_sealed_json(self._path, self._held)
+        if all(new == old or (growing and new == nothing) for old, new in zip(settled, claimed, strict=True)):
+            return ""
+        return f"it had {_text(settled)} when it joined, and has {_text(claimed)} now"
+
+    def samples(self, name: str) -> int:
+        """How many a site says that it trains on."""
+        return sum(self._held[name][0])
+
+    def of_sites(self, known: Iterable[str], what: Literal["samples", "tests"]) -> tuple[IntArray, IntArray]:
+        """Training samples or tests of every client: as they count, and as the sites say."""
+        claimed, place = np.zeros(self._of, np.int64), ("samples", "tests").index(what)
+        for name, held in self._held.items():
+            claimed[self._clients[name]] = held[place]
+        count, there = capped(claimed, self._max_share), np.zeros(self._of, bool)
+        for name in known:
+            there[self._clients[name]] = True
+        for name in sorted(self._held.keys() - self._warned):
+            who = self._clients[name]
+            if (count[who] < claimed[who]).any():
+                self._warned.add(name)
+                log.warning(
+                    "%s says that it has %d %s, and counts as if it had %d: no site has a larger share of all than "
+                    "max_share allows",
+                    *(name, claimed[who].max(), what, count[who].max()),
+                )
+        return count * there, claimed * there
+
+
+def _text(held: list[tuple[int, int]]) -> str:
+    return f"{sum(n for n, _ in held)} samples and {sum(n for _, n in held)} tests"

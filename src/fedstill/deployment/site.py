@@ -1,0 +1,295 @@
+"""A site's end: answers what a server asks, from data that stay here.
+
+A server's settings are another's words: no file, folder or address in them is opened, run or fetched, numbers are held
+against the site's limits, and what is sent back is what its policy allows. docs/security.md goes through all of them.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from fedstill.building.config import Config, resolve
+from fedstill.building.data import divide, load_data, wanted_size
+from fedstill.building.task import local_training, make_task
+from fedstill.building.topology import regional_method
+from fedstill.core.device import find, on
+from fedstill.core.errors import DataError, SettingError
+from fedstill.core.reports import Code, Refusal, Step, during
+from fedstill.core.store import Store
+from fedstill.core.tree import Tree
+from fedstill.data import download, sources, tokens
+from fedstill.data.dataset import Dataset, sized
+from fedstill.data.federation import Federation
+from fedstill.deployment import policy as policies
+from fedstill.deployment.audit import SENT, AuditLog, sent
+from fedstill.deployment.policy import Consent, Policy, Spent
+from fedstill.engine.worker import Conclude, Request, Score, Train, Worker, made
+from fedstill.methods import registry
+from fedstill.methods.base import Method, misfit
+from fedstill.methods.kinds import Kind
+from fedstill.models.base import frozen_digest
+from fedstill.models.pretrained import DISTILBERT
+from fedstill.running.machine import one_thread
+from fedstill.running.rollback import ROLLBACKS, seen, unseen
+from fedstill.train.task import Task
+
+
+def run_number(told: Mapping[str, Any]) -> str:
+    """What tells a run from others, and names a folder here: so no server may send anything else."""
+    number = str(told["number"])
+    if not re.fullmatch("[0-9a-f]{16}", number):
+        raise SettingError(f"the server's run has the number {number!r:.40}, which is none")
+    return number
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a site has of its own; empty: as the run's settings say."""
+
+    data: str = ""
+    data_dir: str = ""
+    method: str = ""  # a file (file.py:name): no file that a server names is ever run
+    model: str = ""
+    pretrained: str = ""  # a folder, or a name on the hub: neither is looked for where a server says
+    device: str = "cpu"
+
+    def config(self, text: str) -> Config:
+        """The settings of a run, as a server sent them, with what is this site's own."""
+        told = tomllib.loads(text)
+        files = {"method": self.method, "model": self.model, "data": self.data}
+        told |= {name: value for name, value in files.items() if value}
+        told.pop("tokenizer", None)  # the server sends it, not where it has it
+        named = [(name, told.get(name, "")) for name in ("method", "model", "data", "proxy")]
+        named += [("method", region.get("method", "")) for region in told.get("region", [])]
+        for name, value in named:
+            known = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
+            if not known and value not in files.values():
+                raise Refusal(
+                    Code.FILE_NAMED, f"the run has a {name} that is no name but a file, {value}; give yours to the site"
+                )
+        self._name_encoder(told)
+        return resolve(told, {"data_dir": self.data_dir, "device": self.device})
+
+    def _name_encoder(self, told: dict[str, Any]) -> None:
+        options = told.get("model_options", {})
+        if told.get("model") != "distilbert" or not isinstance(options, dict):
+            return
+        if self.pretrained:
+            told["model_options"] = options | {"pretrained": self.pretrained}
+        elif (named := options.get("pretrained", DISTILBERT)) != DISTILBERT:
+            raise Refusal(
+                Code.FILE_NAMED, f"the run begins with a pretrained encoder, {named!r:.80}; give yours to the site"
+            )
+
+
+class Site:
+    """Answers what a server asks, from data that stay here."""
+
+    def __init__(
+        self,
+        directory: Path,
+        own: Own | None = None,
+        policy: Policy | None = None,
+        ask: Callable[[str], bool] | None = None,
+    ) -> None:
+        """Without `data` of its own, a site has its share of what the run divides, to try things out.
+
+        `ask` puts to the site's owner what the policy leaves open; without it, that is refused.
+        """
+        self._directory, self._own, self._policy = directory, own or Own(), policy or Policy()
+        self._consent = Consent(self._policy, ask)
+        self._device = find(self._own.device)
+        self._settings: tuple[str, Config] | None = None  # of the run, as text and checked
+        self._ready: tuple[dict[str, Any], Worker] | None = None
+        self._audit = AuditLog(directory / SENT)
+
+    def handle(self, asked: Tree) -> Tree:
+        with during(Step.REQUEST):
+            run, body, down = asked["run"], asked["request"], asked["down"]
+            text = policies.check_text(run["config"])
+        if self._settings is None or self._settings[0] != text:
+            with during(Step.SETTINGS):
+                self._settings = text, self._own.config(text)
+        config = self._settings[1]
+        with during(Step.REQUEST):
+            request = None if body is None else _request(body, run, config)
+        spent = Spent(self._directory / "state" / run_number(run), self._policy)
+        with spent.work(training=isinstance(request, Train | Conclude)):
+            worker = self._worker(run, config)
+            return self._answer(worker, request, down, run)
+
+    def _answer(self, worker: Worker, request: Request | None, down: Tree, run: dict[str, Any]) -> Tree:
+        private = Kind.METRICS in self._policy.deny
+        if request is None:
+            tests = 0 if private else len(worker.federation.test_index)
+            return {"samples": [len(worker.federation.train_index)], "tests": [tests]}
+        if isinstance(request, Score):
+            if private:
+                raise Refusal(Code.NOT_ALLOWED, "how well models do on this site's tests is denied by its policy")
+            with during(Step.SCORE), one_thread(), on(self._device):
+                whole = Score("local", 0, len(worker.federation.test_index))
+                return {"hits": [int(worker.handle(whole, down)["right"].sum())]}
+        task, method = _trained_with(worker, request)
+        wire = method.wire(task)
+        with during(Step.REQUEST):
+            if isinstance(request, Train) and (problem := misfit(down, wire.down)):
+                raise Refusal(Code.BAD_REQUEST, f"what the server sent does not fit its method: {problem}")
+        with during(Step.TRAIN if isinstance(request, Train) else Step.FINAL), one_thread(), on(self._device):
+            if isinstance(request, Train):
+                _forget_with_the_server(worker.store, run.get(ROLLBACKS, []), request.round)
+            answer: dict[str, Any] = worker.handle(request, down)
+        with during(Step.SEND):
+            declared = wire.up if isinstance(request, Train) else wire.last
+            policies.check_message(answer["message"], declared, self._policy.deny)
+        worker.store.prune([run["client"]], needed=run["checkpoint"])
+        if private:
+            answer["metrics"] = {name: value for name, value in answer["metrics"].items() if name == "seconds"}
+        return answer
+
+    def record(self, asked: Tree, answer: Tree) -> None:
+        """Write down what is about to be sent, in the site's audit log."""
+        kinds: dict[str, str] = {}
+        if self._ready is not None:
+            worker = self._ready[1]
+            for task, method in worker.regional or ((worker.task, worker.method),):
+                kinds |= policies.kinds_of(method, task)
+        self._audit.append(**sent(asked, answer, kinds))
+
+    def _worker(self, run: dict[str, Any], config: Config) -> Worker:
+        """Made when a run's settings are first seen."""
+        key = {name: value for name, value in run.items() if name != "checkpoint"}
+        if self._ready is None or self._ready[0] != key:
+            with during(Step.SETTINGS):
+                policies.check_settings(self._policy, config)
+                policies.check_run(self._policy, run)
+            self._ready = (key, self._prepared(run, config))
+        return self._ready[1]
+
+    def _prepared(self, run: dict[str, Any], config: Config) -> Worker:
+        if run["tokenizer"]:
+            with during(Step.SETTINGS):
+                check_tokenizer(run["tokenizer"])
+        config = config.model_copy(update={"tokenizer": run["tokenizer"]})
+        if self._own.data and config.proxy == "pool":  # which the server alone has
+            config = config.model_copy(update={"proxy": ""})
+        with during(Step.LOAD), self._fetching(own=bool(self._own.data)):
+            found = load_data(config)
+        with during(Step.PREPARE):
+            federation = self._federation(config, run, found)
+            method = registry.make(config.method, config.hyper)
+            policies.check_network(self._policy, config, federation.dataset, method)
+            with self._fetching(own=bool(self._own.pretrained) and not config.proxy):
+                task = make_task(config, federation, method)
+            if run["frozen"] and run["frozen"] != [frozen_digest(task.build().module)]:
+                raise SettingError(
+                    "the frozen part of the network is not the server's: another pretrained encoder is meant"
+                )
+            regional = self._regional(config, run, task, method, federation)
+            if config.flat:
+                steps = run["steps"] or [0]
+                task = task.trained_as(replace(task.local, steps_per_epoch=steps[0]))
+        with during(Step.CONSENT):
+            for name, inside in regional or [(config.method, (task, method))]:
+                self._consent.check(run_number(run), name, inside[1], inside[0])
+        store = Store(self._directory / "state" / run_number(run), run=run_number(run), earlier=True)
+        return Worker(task, federation, method, store, tuple(inside for _, inside in regional))
+
+    def _fetching(self, *, own: bool) -> AbstractContextManager[None]:
+        """What a server names is not fetched from the network, unless the policy says so."""
+        return nullcontext() if own or self._policy.download else download.refused()
+
+    def _regional(
+        self, config: Config, run: dict[str, Any], task: Task, method: Method, federation: Federation
+    ) -> list[tuple[str, tuple[Task, Method]]]:
+        """How the clients of each region train, and the name of its method; nothing if there are no regions."""
+        if config.flat:
+            return []
+        tables = config.each_region()
+        found = []
+        for own, count in zip(tables, run["steps"] or [0] * len(tables), strict=True):
+            local = local_training(config.model_copy(update=own.of_its_own()), federation)
+            inside = regional_method(own, config, method)
+            found.append(
+                (own.method or config.method, (task.trained_as(replace(local, steps_per_epoch=count)), inside))
+            )
+        return found
+
+    def _federation(self, config: Config, run: dict[str, Any], found: Dataset) -> Federation:
+        """A federation in which this site's client alone has anything: its training and its test samples."""
+        source: Literal["train", "test"] = "test"
+        if self._own.data:
+            found = sized(found, wanted_size(config))
+            pool = np.zeros(0, np.int64)
+            train, test = np.arange(len(found.train)), np.arange(len(found.test))
+        else:
+            shared = divide(config, found)
+            found, train, test = shared.dataset, shared.train(run["client"]), shared.test(run["client"])
+            source, pool = shared.test_source, shared.pool_index
+        if list(found.shape) != run["shape"]:
+            raise DataError(f"samples here have shape {tuple(found.shape)}, the server's {tuple(run['shape'])}")
+        dataset = replace(_labelled_as(found, run["classes"]), mean=tuple(run["mean"]), std=tuple(run["std"]))
+        later = np.arange(run["clients"] + 1) > run["client"]
+        return Federation(dataset, train, later * len(train), test, later * len(test), pool, source)
+
+
+def _trained_with(worker: Worker, request: Train | Conclude) -> tuple[Task, Method]:
+    """What a request is carried out with."""
+    if worker.regional and isinstance(request, Train):
+        return worker.regional[request.region]
+    return worker.task, worker.method
+
+
+def _request(body: Any, run: Mapping[str, Any], config: Config) -> Request:
+    """A server's request, if it is one about this site's client."""
+    request = made(body)
+    if isinstance(request, Score):
+        return request
+    regions = 1 if config.flat else len(config.each_region())
+    region = getattr(request, "region", 0)
+    numbers = all(type(number) is int for number in (request.client, request.round, region))
+    if not numbers or request.client != run["client"] or not 1 <= request.round <= 10**9 or not 0 <= region < regions:
+        raise Refusal(Code.BAD_REQUEST, "the request is about another client, or about no round or region")
+    return request
+
+
+def check_tokenizer(tokenizer: str) -> None:
+    """Refuse a tokenizer that is only named: nothing is opened or fetched for a server."""
+    try:
+        tokens.check_json(tokenizer)
+    except DataError as error:
+        raise Refusal(Code.TOKENIZER_REFUSED, f"the server's tokenizer is refused: {error}") from error
+
+
+def _forget_with_the_server(store: Store, rollbacks: Sequence[int], round_: int) -> None:
+    """Forget rounds that the server has forgotten: those it went back over, and those it asks for again."""
+    store.rollback(round_ - 1)
+    path = store.root / "rollbacks.json"
+    if (back := unseen(rollbacks, path)) is not None:
+        store.rollback(back)
+        store.root.mkdir(parents=True, exist_ok=True)
+        seen(rollbacks, path)
+
+
+def _labelled_as(found: Dataset, classes: Sequence[str]) -> Dataset:
+    """The data with the server's classes: the same names get its numbers; classes that are only numbers keep theirs."""
+    unknown = [name for name in found.classes if name not in classes]
+    if not unknown:
+        number = torch.tensor([classes.index(name) for name in found.classes])
+        splits = {part: getattr(found, part) for part in ("train", "test")}
+        if number.tolist() != list(range(len(number))):
+            splits = {part: replace(split, y=number[split.y]) for part, split in splits.items()}
+        return replace(found, classes=tuple(classes), **splits)
+    if not all(name.isdecimal() for name in found.classes):
+        raise DataError(f"the class {unknown[0]!r} here is none of the server's: {', '.join(classes)}")
+    if len(found.classes) > len(classes):
+        raise DataError(f"there are {len(found.classes)} classes here, and the server knows {len(classes)}")
+    return replace(found, classes=tuple(classes))

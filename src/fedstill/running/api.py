@@ -1,0 +1,190 @@
+"""Runs from Python."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedstill.building.config import (
+    DIVISION,
+    IMAGE_MODEL,
+    TEXT_MODEL,
+    TEXT_TRAINING,
+    Config,
+    anchored,
+    is_object,
+    resolve,
+)
+from fedstill.building.setup import Setup, prepare
+from fedstill.building.task import Network
+from fedstill.core import device as devices
+from fedstill.core.errors import SettingError
+from fedstill.data.dataset import Dataset
+from fedstill.data.federation import Federation
+from fedstill.data.sources import is_text as is_text_name
+from fedstill.engine.base import Engine
+from fedstill.engine.worker import Worker
+from fedstill.methods import registry
+from fedstill.methods.base import Method
+from fedstill.running import files
+from fedstill.running.directory import Record, RunDirectory
+from fedstill.running.inputs import keep, prepare_again
+from fedstill.running.logfile import logging_to
+from fedstill.running.loop import Listener, Run
+from fedstill.running.machine import check_engine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to."""
+
+    summary: Record  # as in summary.json
+    records: list[Record]  # as in metrics.jsonl
+    model: nn.Module  # the trained network: yours, if you brought one; untrained if the method has no global model
+    path: Path | None  # the run directory, if it was kept
+
+
+def run(
+    method: str | Method = "fedavg",
+    *,
+    data: str | Dataset | Federation = "fashion-mini",
+    model: str | Network | None = None,
+    proxy: str | Dataset = "",
+    out: str | Path | None = None,
+    force: bool = False,
+    listener: Listener | None = None,
+    **settings: Any,
+) -> Result:
+    """Train a federation.
+
+    `data` and `model` are names or objects of your own (see `fedstill.from_arrays`); without a model it is LeNet-5,
+    on text a small Transformer, trained by Adam. `settings` are those of `fedstill run` and the method's own. Without
+    `out` nothing is kept on disk.
+
+    >>> result = run("fedprox", rounds=1, clients=4, epochs=1, mu=0.1, fraction=0.05, engine="inline")
+    >>> result.summary["rounds"]
+    1
+    """
+    dataset = data.dataset if isinstance(data, Federation) else data
+    is_text = is_text_name(dataset) if isinstance(dataset, str) else dataset.vocabulary > 0
+    if model is None:
+        model = TEXT_MODEL if is_text else IMAGE_MODEL
+    if is_text and not TEXT_TRAINING.keys() & settings.keys():
+        settings |= TEXT_TRAINING
+    config = _config(method, data, model, proxy, settings)
+    own: dict[str, Any] = {
+        "proxy": None if isinstance(proxy, str) else proxy,
+        "method": None if isinstance(method, str) else method,
+        "data": None if isinstance(data, str) else data,
+        "model": None if isinstance(model, str) else model,
+    }
+    if out is not None:
+        return start(config, Path(out), force=force, listener=listener, **own)
+    with tempfile.TemporaryDirectory(prefix="fedstill-") as folder:
+        result = start(config, Path(folder) / "run", listener=listener, **own)
+        return replace(result, path=None)
+
+
+def start(config: Config, path: Path, *, force: bool = False, listener: Listener | None = None, **own: Any) -> Result:
+    """Carry out a configuration in a new run directory; `own` are the objects that `prepare` takes."""
+    return carry_out(prepare(config, **own), path, force=force, listener=listener)
+
+
+def carry_out(setup: Setup, path: Path, *, force: bool = False, listener: Listener | None = None) -> Result:
+    """Carry out what is prepared in a new run directory, which works from wherever it is resumed."""
+    check_engine(setup.config)
+    directory = RunDirectory.create(path, anchored(setup.config), force=force)
+    try:
+        keep(setup, directory)
+    except BaseException:
+        directory.release()
+        raise
+    return execute(setup, directory, listener)
+
+
+def resume(
+    path: str | Path,
+    *,
+    method: Method | None = None,
+    data: Dataset | Federation | None = None,
+    model: Network | None = None,
+    proxy: Dataset | None = None,
+    rounds: int | None = None,
+    device: str | None = None,
+    listener: Listener | None = None,
+) -> Result:
+    """Continue a run where it stopped, or with more `rounds` after it ended, on another `device` if one is named.
+
+    Objects must be given again.
+    """
+    directory = RunDirectory.open(Path(path))
+    try:
+        if directory.served:
+            raise SettingError(f"{path} is a run of sites elsewhere; 'fedstill serve' with the same --out continues it")
+        config = _continued(directory, rounds, {"method": method, "data": data, "model": model, "proxy": proxy})
+        if device is not None:
+            config = config.model_copy(update={"device": device})
+        check_engine(config)
+        setup = prepare_again(directory, config, data=data, model=model, method=method, proxy=proxy)
+        if rounds is not None or device is not None:
+            directory.write_config(config)  # now that it is known to work
+    except BaseException:
+        directory.release()
+        raise
+    return execute(setup, directory, listener)
+
+
+def _continued(directory: RunDirectory, rounds: int | None, given: dict[str, object]) -> Config:
+    """The settings of a run that goes on, to another number of rounds if one is given."""
+    config = directory.config(custom_method=given["method"] is not None)
+    for name, value in given.items():
+        named = getattr(config, name)
+        if is_object(named) and value is None:
+            raise SettingError(f"{directory.path} was run with a {name} of your own, {named}; give it again")
+    if rounds is not None:
+        config = config.model_copy(update={"rounds": rounds})
+    directory.check_rounds(config.rounds)  # whoever set it: config.toml can be edited
+    return config
+
+
+def execute(
+    setup: Setup,
+    directory: RunDirectory,
+    listener: Listener | None = None,
+    engine: Callable[[Worker], Engine] | None = None,
+    kind: type[Run] = Run,
+) -> Result:
+    """Carry out what is left to do in a run directory, on another engine than the settings name if one is given."""
+    try:
+        with logging_to(directory.path / files.LOG), devices.on(devices.find(setup.config.device)):
+            for remark in setup.remarks:
+                log.info("%s", remark)
+            run = kind(setup, directory, listener, engine)
+            summary = run.execute()
+            return Result(summary, run.records, run.trained(), directory.path)
+    finally:
+        directory.release()
+
+
+def _config(method: str | Method, data: object, model: object, proxy: object, settings: dict[str, Any]) -> Config:
+    if isinstance(data, Federation):
+        if settled := sorted(DIVISION & set(settings)):
+            raise SettingError(f"{settled[0]} cannot be set: the data are a Federation, divided already")
+        settings = settings | {"clients": data.clients, "partition": "natural"}
+    named = {"method": method, "data": data, "model": model, "proxy": proxy}
+    for name, value in named.items():
+        if not isinstance(value, str):
+            named[name] = f"<{getattr(value, '__name__', type(value).__name__)}>"
+    if isinstance(method, Method):
+        if any(part.name == "f2l" for part in method.parts()) and "region" not in settings:
+            settings = {"regions": 3} | settings
+        return resolve(settings | named | {"hyper": registry.settings_of(method)}, custom_method=True)
+    return resolve(settings | named)

@@ -1,0 +1,47 @@
+"""Every file of a run directory, by name. Nothing else in fedstill spells one.
+
+config.toml         every setting; `fedstill run config.toml` repeats the run
+metrics.jsonl       one JSON object a round
+summary.json        best and final numbers, cost, versions; there when the run is finished
+digests.json        the digests of the results, written last; `fedstill verify` checks them and everything else
+clients.csv         each client's samples and its accuracy under the final model
+model.safetensors   the final model as named tensors
+tokenizer.json      what made tokens of text, where the data are text
+frozen.txt          the digest of weights that are not trained, where there are some
+code.json           the digests of files of the user's own that the settings name
+curves.png          the learning curves, where the command line drew them
+models/             the global model after some of the rounds, if the run was to save them
+teachers/           the regions' models at each episode's end, if the run was to save them
+checkpoints/        the last rounds' server state (keep_checkpoints), the clients' own, and an index with their digests
+tensorboard/        events for TensorBoard, if they were asked for
+run.json            the run's number and its sites, if its clients are elsewhere
+counts.json         how much each of them said it holds, when it joined
+received.jsonl      what each of them sent, and its digest
+log.txt             what happened when
+"""
+
+from __future__ import annotations
+
+from fedstill.core import trust
+
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+DIGESTS = "digests.json"
+CLIENTS = "clients.csv"
+MODEL = "model.safetensors"
+TOKENIZER = "tokenizer.json"
+FROZEN = "frozen.txt"
+CURVES = "curves.png"
+MODELS = "models"
+TEACHERS = "teachers"
+CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
+SERVED = "run.json"
+COUNTS = "counts.json"
+RECEIVED = "received.jsonl"
+LOG = "log.txt"
+
+INPUTS = (TOKENIZER, FROZEN)  # written before the first round
+RESULTS = (SUMMARY, CLIENTS, MODEL, CURVES)  # written at the end
+REPLACED = (DIGESTS, METRICS, *RESULTS, TOKENIZER, LOG, trust.CODE, RECEIVED)  # by a new run in the same place

@@ -1,0 +1,49 @@
+"""What the settings of a run only name, and it cannot go on without: its tokenizer, and weights that are frozen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fedstill.building.config import Config
+from fedstill.building.setup import Setup, prepare
+from fedstill.core.errors import SettingError
+from fedstill.models.base import frozen_digest
+from fedstill.running import files
+from fedstill.running.directory import RunDirectory
+
+
+def keep(setup: Setup, directory: RunDirectory) -> None:
+    """Write down what the settings only name, and a run cannot go on without: its tokenizer, and what is frozen."""
+    if setup.task.dataset.tokenizer:
+        directory.write(files.TOKENIZER, setup.task.dataset.tokenizer)
+    if digest := frozen_digest(setup.task.build().module):
+        directory.write(files.FROZEN, digest + "\n")
+    else:
+        (directory.path / files.FROZEN).unlink(missing_ok=True)  # of a run that was replaced
+
+
+def prepare_again(directory: RunDirectory, config: Config, **own: Any) -> Setup:
+    """Prepare a run that has begun: with its own tokenizer, and refused if what it froze has changed since."""
+    setup = prepare(config, tokenizer=kept_tokenizer(directory.path), **own)
+    check_kept(setup, directory.path)
+    return setup
+
+
+def kept_tokenizer(path: Path) -> str:
+    """The tokenizer of a run directory, as JSON; empty if it has none."""
+    kept = path / files.TOKENIZER
+    return kept.read_text(encoding="utf-8") if kept.is_file() else ""
+
+
+def check_kept(setup: Setup, path: Path) -> None:
+    """Refuse to go on in other tokens, or upon other frozen weights, than a run began with."""
+    tokenizer = kept_tokenizer(path)
+    if tokenizer and setup.task.dataset.tokenizer != tokenizer:
+        raise SettingError(f"the data are in other tokens than {path}/tokenizer.json makes, with which the run began")
+    if (path / files.FROZEN).is_file() and (path / files.FROZEN).read_text().strip() != frozen_digest(
+        setup.task.build().module
+    ):
+        raise SettingError(
+            f"the weights that {path} froze, and was trained upon, have changed; put the encoder back, or begin another"
+        )

@@ -1,0 +1,477 @@
+"""The one round loop."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from fedstill.building.config import anchored, fixed
+from fedstill.building.setup import Setup
+from fedstill.building.topology import Region, cohort_size, draw_cohort, with_data
+from fedstill.core import device, seeds, tree
+from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.tree import Message, first_not_finite, nbytes
+from fedstill.data.partition import IntArray
+from fedstill.engine.base import Engine
+from fedstill.engine.worker import Conclude, Train, Worker
+from fedstill.methods.base import Server, misfit
+from fedstill.models.base import Wrapped
+from fedstill.running import files
+from fedstill.running.colluding import colluding
+from fedstill.running.directory import Record, RunDirectory, to_json, without_nan
+from fedstill.running.evaluation import Evaluation, evaluate, tested
+from fedstill.running.judging import History, Judge
+from fedstill.running.machine import make_engine, one_thread, server_threads
+from fedstill.running.records import QUALITY, Tally, of_own_models, summarise, versions
+from fedstill.running.retries import Retries
+from fedstill.running.uplinks import Checked, RoundFailed
+
+log = logging.getLogger(__name__)
+
+_LOGGED = ("stage", "disagreement")
+
+
+class Listener:
+    """Hears how a run goes on; a progress display overrides what it shows."""
+
+    def started(self, setup: Setup, done: int) -> None: ...
+
+    def round_started(self, round_: int, clients: int) -> None: ...
+
+    def client_done(self) -> None: ...
+
+    def round_failed(self, text: str) -> None: ...
+
+    def round_done(self, record: Record) -> None: ...
+
+    def ended(self) -> None: ...
+
+
+class Run:
+    """A run in its directory, new or continued."""
+
+    @property
+    def _stride(self) -> int:
+        """How many rounds are one step."""
+        return 1
+
+    def __init__(
+        self,
+        setup: Setup,
+        directory: RunDirectory,
+        listener: Listener | None = None,
+        engine: Callable[[Worker], Engine] | None = None,
+    ) -> None:
+        self.setup, self.directory = setup, directory
+        directory.keep = setup.config.keep_checkpoints
+        self._make_engine = engine or partial(make_engine, setup.config)
+        self.listener = listener or Listener()
+        hierarchy = setup.hierarchy
+        only = hierarchy.regions[0] if hierarchy.flat else None
+        self.server = Server(
+            setup.task,
+            setup.federation.sizes,
+            directory.server_store,
+            setup.pool(),
+            clients=len(only.clients) if only else None,
+            region=only.number if only else 0,
+            threads=server_threads(setup.config),
+        )
+        self.regional = {only.number: self.server} if only else self._regional_servers()
+        self.records: list[Record] = []
+        self._settings = fixed(anchored(setup.config))  # for every checkpoint
+        self._sizes = setup.federation.sizes
+        # Of each region; to look for them among a million takes longer than a round.
+        self._able: dict[int, IntArray] = {}
+        self._active_since_checkpoint: set[int] = set()
+        self._norms: dict[str, History] = {}  # of what clients elsewhere sent, by region
+        self._last: dict[str, int] = {}  # what crossed after the last round
+        self._restore()
+
+    def _restore(self) -> None:
+        """Go on from the newest checkpoint, or begin."""
+        restored = self.directory.restore()
+        if restored is None:
+            for region in self.setup.hierarchy.regions:
+                region.method.start(self.regional[region.number])
+            return
+        self.server.round, kept = restored
+        refuse_changes(kept.get("settings", {}), self._settings)
+        self._take(kept)
+        self.records = self.directory.records()
+
+    def _regional_servers(self) -> dict[int, Server]:
+        """A server for each region, which knows its own clients alone."""
+        setup, pool, servers = self.setup, self.server.pool, {}
+        threads = server_threads(setup.config)
+        for region in setup.hierarchy.regions:
+            sizes = np.zeros_like(setup.federation.sizes)
+            sizes[region.clients] = setup.federation.sizes[region.clients]
+            store = self.directory.regional_store(region.number)
+            members = len(region.clients)
+            servers[region.number] = Server(
+                region.task, sizes, store, pool, clients=members, region=region.number, threads=threads
+            )
+        return servers
+
+    def _count_samples(self) -> None:
+        """Somebody came who was not there before."""
+        self._sizes = sizes = self.server.sizes[:] = self.setup.federation.sizes
+        self._able = {}
+        for region in self.setup.hierarchy.regions:
+            self.regional[region.number].sizes[region.clients] = sizes[region.clients]
+
+    def execute(self) -> Record:
+        """Run the rounds that are left and write the results."""
+        try:
+            return self._execute()
+        finally:
+            self.listener.ended()
+
+    def _execute(self) -> Record:
+        config = self.setup.config
+        setup, regions = self.setup, self.setup.hierarchy.regions
+        regional = () if setup.hierarchy.flat else tuple((region.task, region.method) for region in regions)
+        store = self.directory.client_store
+        worker = Worker(
+            setup.task, setup.federation, setup.method, store, regional, setup.attack, together=config.together
+        )
+        with one_thread(), self._make_engine(worker) as engine:
+            log.info("rounds %d to %d of %s", self.server.round + 1, config.rounds, config.method)
+            if setup.attack.kind:
+                log.info("%s by clients %s", setup.attack.kind, ", ".join(map(str, sorted(setup.attack.clients))))
+            self.listener.started(self.setup, self.server.round)
+            evaluation = None
+            for round_ in range(self.server.round + self._stride, config.rounds + 1, self._stride):
+                record, evaluation = self._round(engine, round_)
+                self.records.append(record)
+                self.directory.append(record)
+                if config.save_models and round_ % config.save_models == 0 and self.setup.method.global_model:
+                    # Before the checkpoint: a run that is resumed from it has no gap here.
+                    self.directory.save_model(round_, save_tensors(self.trained_state_dict()))
+                if round_ % config.checkpoint_every == 0 or round_ == config.rounds:
+                    self._checkpoint()
+                self.listener.round_done(record)
+            self.directory.settle()
+            if self.setup.method.concludes:
+                self._conclude(engine)
+                evaluation = None
+            if evaluation is None and self.setup.method.global_model:
+                evaluation = evaluate(engine, self.setup.federation, self.model())
+        summary = summarise(config, self.records, self._last)
+        summary |= {"parameters": setup.task.size, "versions": versions()}
+        if self.setup.method.concludes and evaluation is not None:
+            last = {f"final_{name}": value for name, value in without_nan(evaluation.record()).items()}
+            summary["also"] = {"after the last exchange": last, **summary.get("also", {})}
+        self._write_results(summary, evaluation)
+        log.info("finished")
+        return summary
+
+    def _round(self, engine: Engine, round_: int) -> tuple[Record, Evaluation | None]:
+        config, hierarchy = self.setup.config, self.setup.hierarchy
+        began = time.perf_counter()
+        last = round_ == config.rounds
+        meets = hierarchy.flat or hierarchy.ends_episode(round_)
+        due = meets and (last or self._evaluates(round_))
+        tally, present = self._train(engine, round_, measure=due)
+        after = self._teachers_after(engine, present) if self._follows_meeting(round_) else {}
+        episode = self._merge(engine, present, compare=due) if hierarchy.ends_episode(round_) else {}
+        for server in (self.server, *self.regional.values()):  # before it can become a checkpoint
+            if not torch.isfinite(server.model).all():
+                which = "the global model" if server is self.server else f"the model of region {server.region + 1}"
+                raise FedstillError(f"round {round_}: {which} is no longer finite; a smaller lr may help")
+        trained = time.perf_counter()
+        models = self._models() if due else {}
+        evaluations = {name: evaluate(engine, self.setup.federation, model) for name, model in models.items()}
+        main = next(iter(evaluations.values()), None)
+        record: Record = {"round": round_, "evaluated": due, **dict.fromkeys(QUALITY)}
+        if due:
+            record["local_accuracy"] = tally.mean("local_accuracy")
+            record |= main.record() if main else of_own_models(tally)
+        record |= {
+            "train_loss": tally.mean("train_loss"),
+            "bytes_down": tally.bytes_down,
+            "bytes_up": tally.bytes_up,
+            "clients": tally.clients,
+            "dropped": tally.dropped,
+            "seconds": trained - began,
+            "client_seconds": tally.client_seconds,
+            "server_seconds": tally.server_seconds + episode.get("server_seconds", 0.0),
+            "eval_seconds": time.perf_counter() - trained,
+        }
+        others = list(evaluations.items())[1:]
+        if others:
+            record["also"] = {name: evaluation.record() for name, evaluation in others}
+        if main and episode:
+            episode["student"] = {"accuracy": main.accuracy, "confusion": main.confusion.tolist()}
+        if episode:
+            record["episode"] = episode
+        elif hierarchy.flat and self.server.notes:
+            record["server"] = self.server.notes
+        if after:
+            record["teachers_after"] = after
+        if tally.left_out:
+            record["left_out"] = tally.left_out
+        if main and main.untested:
+            record["untested"] = self._names(main.untested)
+        return without_nan(record), main
+
+    def _names(self, clients: Iterable[int]) -> list[str]:
+        names = self.setup.federation.client_names
+        return [names[k] for k in clients]
+
+    def _train(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
+        """A round of every region, and which they were; `measure`: clients also test the models they trained."""
+        if not engine.patient:
+            return self._try(engine, round_, measure=measure)
+        self.directory.settle()  # a client elsewhere must not have seen a round that this server, if killed, forgets
+        before = tree.encode(self._kept())
+        retries = Retries(round_, self.setup.config.round_retries, self.directory.path, self.listener.round_failed)
+        while True:
+            connected = self._connected(engine)
+            try:
+                return self._try(engine, round_, measure=measure)
+            except RoundFailed as error:
+                self._take(tree.decode(before))
+                self.directory.undo_server(round_ - 1)
+                names = dict(enumerate(self.setup.federation.names))
+                arrived = partial(self._more_than, engine, connected)
+                retries.after(error, names, connected=connected >= self._needed, arrived=arrived)
+
+    @property
+    def _needed(self) -> int:
+        """How many clients must be there for a round to be worth trying."""
+        return self.setup.config.min_clients
+
+    def _connected(self, engine: Engine) -> int:
+        return sum(len(region.clients) for region in self.setup.hierarchy.regions) - len(engine.absent())
+
+    def _more_than(self, engine: Engine, before: int) -> bool:
+        return self._connected(engine) > before
+
+    def _try(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
+        self.server.round = round_
+        if engine.greet():
+            self._count_samples()
+        absent = engine.absent()
+        present = [(region, _without(members, absent)) for region, members in self.setup.hierarchy.present(round_)]
+        cohorts = [self._cohort(region, members, round_) for region, members in present]
+        self.listener.round_started(round_, sum(map(len, cohorts)))
+        tally = Tally()
+        for (region, _), cohort in zip(present, cohorts, strict=True):
+            self._regional_round(engine, region, cohort, tally, measure=measure)
+        self._active_since_checkpoint.update(k for cohort in cohorts for k in cohort)
+        if engine.patient:
+            self._check_finite(round_)
+        return tally, [region for region, _ in present]
+
+    def _check_finite(self, round_: int) -> None:
+        """Refuse what the servers have become, if finite answers added up to something else."""
+        for server in (self.server, *self.regional.values()):
+            if (bad := first_not_finite({"the model": server.model, **_tensors(server.state)})) is not None:
+                raise RoundFailed(f"round {round_}: {bad} is no longer finite on the server; a smaller lr may help")
+
+    def _judge(self, engine: Engine, sent: Message, where: str) -> Judge | None:
+        """Who compares the answers, where clients are not known."""
+        if not engine.patient:
+            return None
+        return Judge(self.setup.config.max_update_ratio, sent, self._norms.setdefault(where, {}))
+
+    def _cohort(self, region: Region, members: IntArray, round_: int) -> list[int]:
+        able = self._able.get(region.number) if members is region.clients else None
+        if able is None:
+            able = with_data(self._sizes, members)
+        if members is region.clients:
+            self._able[region.number] = able
+        count = cohort_size(len(able), len(members), region.participation)
+        return draw_cohort(self._sizes, able, count, self.setup.config.seed, round_, region.number)
+
+    def _evaluates(self, round_: int) -> bool:
+        """Whether the setting asks for an evaluation; with regions, every meeting between two of them gets one."""
+        every = self.setup.config.eval_every
+        gap = 1 if self.setup.hierarchy.flat else self.setup.hierarchy.rounds_per_episode
+        return every > 0 and round_ // every > (round_ - gap) // every
+
+    def _follows_meeting(self, round_: int) -> bool:
+        """Whether the regions have just trained for one round on what a meeting that was evaluated gave them."""
+        before = self.records[-1] if self.records else {}
+        return before.get("round") == round_ - 1 and "student" in before.get("episode", {})
+
+    def _teachers_after(self, engine: Engine, present: Sequence[Region]) -> Record:
+        """How the regions' models do, one round after they met."""
+        return {
+            region.name: tested(engine, self.setup.federation, self.regional_model(region))[0] for region in present
+        }
+
+    def _regional_round(
+        self, engine: Engine, region: Region, cohort: list[int], tally: Tally, *, measure: bool
+    ) -> None:
+        """One round of a federation: of all clients, or of a region's."""
+        method, server, round_ = region.method, self.regional[region.number], self.server.round
+        began, server.round, server.notes = time.perf_counter(), round_, {}
+        method.begin(server)
+        down = method.downlink(server)
+        wire = method.wire(region.task)
+        if problem := misfit(down, wire.down):
+            raise FedstillError(f"what the server is about to send is not what {method.name} declares: {problem}")
+        uplinks = Checked(
+            cohort,
+            engine.run([Train(k, round_, measure, region.number) for k in cohort], down),
+            wire.up,
+            least=self.setup.config.min_clients,
+            tick=self.listener.client_done,
+            judge=self._judge(engine, down, str(region.number)),
+        )
+        with self._stream("server layers", region.number):
+            received, attack = iter(uplinks), self.setup.attack
+            method.aggregate(server, colluding(attack, method, server, received) if attack.colludes else received)
+        tally.add(uplinks, nbytes(down) * len(cohort))
+        tally.left_out += self._names(uplinks.dropped) if engine.patient else []
+        tally.server_seconds += time.perf_counter() - began - uplinks.waited
+
+    def _merge(self, engine: Engine, present: list[Region], *, compare: bool) -> Record:
+        """The end of an episode: one model of all regions' models, for all of them."""
+        models = {region.name: self.regional_model(region) for region in present}
+        teachers: Record = {}
+        for name, model in models.items() if compare else ():
+            accuracy, confusion = tested(engine, self.setup.federation, model)
+            teachers[name] = {"accuracy": accuracy, "confusion": confusion.tolist()}
+        number = self.server.round // self.setup.hierarchy.rounds_per_episode
+        if self.setup.config.save_teachers:
+            kept = {"round": self.server.round, "old": self.server.model, "teachers": models}
+            self.directory.save_episode(number, kept)
+        self.server.notes = {}
+        began = time.perf_counter()
+        with self._stream("global server layers"):
+            self.setup.method.merge(self.server, list(models.values()))
+        seconds = time.perf_counter() - began
+        for server in self.regional.values():
+            server.model = self.server.model
+        moved = 2 * nbytes({"model": self.server.model}) * len(models)
+        log.info("episode %d: %s", number, ", ".join(f"{k} {v}" for k, v in self.server.notes.items() if k in _LOGGED))
+        episode = {"number": number, "regions": list(models), "bytes": moved, **self.server.notes}
+        return episode | {"server_seconds": seconds} | ({"teachers": teachers} if teachers else {})
+
+    def regional_model(self, region: Region) -> Tensor:
+        """The model of a region: what it would give its own clients."""
+        return next(iter(region.method.models(self.regional[region.number]).values()))
+
+    def _conclude(self, engine: Engine) -> None:
+        """Ask every client that has data once more."""
+        method, config = self.setup.method, self.setup.config
+        clients = np.flatnonzero(self.setup.federation.sizes).tolist()
+        down = {"model": self.model()}
+        answers = engine.run([Conclude(k, config.rounds + 1) for k in clients], down)
+        declared, judge = method.wire(self.setup.task).last, self._judge(engine, down, "last")
+        uplinks = Checked(clients, answers, declared, least=config.min_clients, tick=lambda: None, judge=judge)
+        with self._stream("last layers"):
+            method.conclude(self.server, iter(uplinks))
+        self._last = {
+            "bytes_down": nbytes({"model": self.model()}) * len(clients),
+            "bytes_up": uplinks.bytes_up,
+            "dropped": len(uplinks.dropped),
+        }
+
+    @contextmanager
+    def _stream(self, purpose: str, *where: int) -> Iterator[None]:
+        """PyTorch's global stream for layers, such as Dropout, that draw without asking for one of their own."""
+        with device.streams_kept():
+            device.seed_layers(seeds.key(self.setup.config.seed, purpose, self.server.round, *where))
+            yield
+
+    def _models(self) -> dict[str, Tensor]:
+        if not (self.setup.hierarchy.flat or self.setup.method.concludes):
+            return {"model": self.server.model}
+        models = self.setup.method.models(self.server)
+        for name, model in models.items():
+            if not torch.isfinite(model).all():
+                raise FedstillError(f"round {self.server.round}: {name} is no longer finite; a smaller rate may help")
+        return models
+
+    def model(self) -> Tensor:
+        """The weights of the model: what the run is for."""
+        return next(iter(self._models().values()))
+
+    def _kept(self) -> dict[str, Any]:
+        """What the servers know."""
+        kept: dict[str, Any] = {"model": self.server.model, "state": self.server.state}
+        if not self.setup.hierarchy.flat:
+            kept["regions"] = {str(n): {"model": s.model, "state": s.state} for n, s in self.regional.items()}
+        if self._norms:
+            kept["norms"] = self._norms
+        return kept
+
+    def _take(self, kept: dict[str, Any]) -> None:
+        self.server.model, self.server.state = kept["model"], kept["state"]
+        self._norms = kept.get("norms", {})
+        for number, own in kept.get("regions", {}).items():
+            self.regional[int(number)].model, self.regional[int(number)].state = own["model"], own["state"]
+
+    def _checkpoint(self) -> None:
+        state = self._kept() | {"settings": self._settings}
+        self.directory.checkpoint(self.server.round, state, sorted(self._active_since_checkpoint))
+        self._active_since_checkpoint.clear()
+
+    def _write_results(self, summary: Record, evaluation: Evaluation | None) -> None:
+        federation, rows = self.setup.federation, io.BytesIO()  # lines as objects would take more than all else
+        local = evaluation.fair.local if evaluation else np.full(federation.clients, np.nan)
+        rows.write(b"client,train_samples,test_samples,accuracy\n")
+        names = federation.names or map(str, range(federation.clients))
+        for name, n, m, accuracy in zip(names, federation.sizes, federation.test_sizes, local, strict=True):
+            quoted = '"' + name.replace('"', '""') + '"' if any(c in name for c in ',"\n') else name
+            rows.write(f"{quoted},{n},{m},{'' if math.isnan(accuracy) else f'{accuracy:.6f}'}\n".encode())
+        self.directory.write(files.CLIENTS, rows.getvalue())
+        if self.setup.method.global_model:
+            self.directory.write(files.MODEL, save_tensors(self.trained_state_dict()))
+        self.directory.write(files.SUMMARY, to_json(summary, indent=2) + "\n")
+        self.directory.write_digests()
+
+    def trained_state_dict(self) -> dict[str, Tensor]:
+        """The model as named tensors, with the names of the user's own network."""
+        return {name: t.detach().clone().contiguous() for name, t in self.trained().state_dict().items()}
+
+    def trained(self) -> nn.Module:
+        """The trained network, the user's own if there is one; untrained if the method has no global model."""
+        with device.on(device.CPU):
+            net = self.setup.task.build()
+        if self.setup.method.global_model:
+            net.load(self.model())
+        module = net.module.module if isinstance(net.module, Wrapped) else net.module
+        return self.setup.task.without_statistics(module).eval()
+
+
+def _without(members: IntArray, absent: set[int]) -> IntArray:
+    """Those of the members that are there; all of them if none is, to be waited for."""
+    if not absent:
+        return members
+    there = members[~np.isin(members, list(absent))]
+    return there if len(there) else members
+
+
+def _tensors(state: Any, name: str = "its state") -> dict[str, Tensor]:
+    """Every tensor of a tree, by its place there."""
+    if isinstance(state, Tensor):
+        return {name: state}
+    pairs = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
+    return {place: part for key, node in pairs for place, part in _tensors(node, f"{name}/{key}").items()}
+
+
+def refuse_changes(before: dict[str, str], now: dict[str, str]) -> None:
+    """A run goes on with the settings it began with."""
+    for name in sorted(before.keys() & now.keys()):
+        if before[name] != now[name]:
+            raise SettingError(
+                f"{name} was {before[name]} when the run began and is {now[name]} in its config.toml; put it back, "
+                "or start another run"
+            )

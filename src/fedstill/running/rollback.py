@@ -1,0 +1,66 @@
+"""Going back: a run forgets its last rounds, as if they had never been."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedstill.building.config import read_toml
+from fedstill.core.errors import DataError, FedstillError, SettingError
+from fedstill.core.files import read_sealed_json, write_sealed_json
+from fedstill.running import files
+from fedstill.running.directory import RunDirectory
+
+ROLLBACKS = "rollbacks"  # the rounds to which a run went back, one after the other
+
+
+def rollback(path: Path, to: int) -> int:
+    """Go back to the end of round `to`, 0 for the start; how many rounds are forgotten.
+
+    What goes on from there comes to the same bits as if the run had never gone further. Back at the start, its
+    settings may be changed as well.
+    """
+    directory = RunDirectory.open(path)
+    try:
+        rounds = directory.checkpoint_rounds()
+        if to not in (0, *rounds):
+            there = ", ".join(map(str, (0, *rounds)))
+            raise SettingError(
+                f"--to {to}: {path} can go back to {there}, where 0 is the start; "
+                "keep_checkpoints says how many are kept"
+            )
+        try:
+            if to:
+                directory.read_checkpoint(to)
+        except DataError as error:
+            raise FedstillError(f"the checkpoint of round {to} is damaged ({error}); nothing was changed") from error
+        done = max((record["round"] for record in directory.records()), default=0)
+        if directory.served:
+            _note(directory.path / files.SERVED, to)
+            if to == 0:
+                (directory.path / files.COUNTS).unlink(missing_ok=True)
+        directory.forget_results(to, read_toml(path / files.CONFIG).get("rounds_per_episode", 1))
+        directory.go_back(to)
+        return max(0, int(done) - to)
+    finally:
+        directory.release()
+
+
+def _note(path: Path, to: int) -> None:
+    """Sites must not repeat an answer to a round that is forgotten, nor go on from it."""
+    kept = read_sealed_json(path)
+    if to == 0:
+        kept |= {"number": secrets.token_hex(8), "sites": [], ROLLBACKS: []}
+    write_sealed_json(path, kept | {ROLLBACKS: [*kept.get(ROLLBACKS, []), to]})
+
+
+def unseen(rollbacks: Sequence[int], path: Path) -> int | None:
+    """The round to go back to with a server that went back to these, unless `path` says that it was done."""
+    done = read_sealed_json(path)[ROLLBACKS] if path.exists() else 0
+    return min(rollbacks[done:], default=None)
+
+
+def seen(rollbacks: Sequence[int], path: Path) -> None:
+    """Note that it was done."""
+    write_sealed_json(path, {ROLLBACKS: len(rollbacks)})

@@ -1,0 +1,108 @@
+"""The server trusts no answer: names, shapes, dtypes and finiteness are checked before a method sees it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from fedstill.core.device import here
+from fedstill.core.errors import FedstillError
+from fedstill.core.tree import Message, Tree, nbytes
+from fedstill.methods.base import Part, Uplink, fault
+from fedstill.running.judging import Held, Judge
+
+log = logging.getLogger(__name__)
+
+_Answer = tuple[int, int, dict[str, float], Message]  # client, samples, metrics, message
+
+
+class RoundFailed(FedstillError):
+    """A round came to nothing that could be kept; it may be tried again."""
+
+    def __init__(self, text: str, dropped: Mapping[int, str] | None = None) -> None:
+        super().__init__(text)
+        self.dropped = dict(dropped or {})  # why, of each client
+
+
+class TooFewClients(RoundFailed):
+    """A round got fewer usable answers than it needs."""
+
+
+class Checked:
+    """The good uplinks of a round, one at a time and in order, with counts of what came."""
+
+    def __init__(
+        self,
+        clients: Sequence[int],
+        answers: Iterator[Tree],
+        declared: dict[str, Part],
+        *,
+        least: int,
+        tick: Callable[[], None],
+        who: str = "client",
+        judge: Judge | None = None,
+    ) -> None:
+        """With a `judge`, all answers are waited for before the first is handed on."""
+        self.good: list[int] = []
+        self.dropped: dict[int, str] = {}
+        self.bytes_up = 0
+        self.waited = 0.0  # seconds until answers came, while the server had nothing else to do
+        self.metrics: dict[str, list[float]] = {}
+        self._clients, self._answers, self._declared = clients, answers, declared
+        self._least, self._tick, self._who, self._judge = least, tick, who, judge
+
+    def _drop(self, client: int, problem: str) -> None:
+        self.dropped[client] = problem
+        log.warning("%s %d dropped: %s", self._who, client, problem)
+
+    def __iter__(self) -> Iterator[Uplink]:
+        answers = self._well_formed()
+        for client, samples, metrics, message in self._judged(answers, self._judge) if self._judge else answers:
+            self.good.append(client)
+            for name, value in metrics.items():
+                self.metrics.setdefault(name, []).append(value)
+            yield Uplink(client, samples, {name: here(part) for name, part in message.items()})
+        self._check_enough()
+
+    def _well_formed(self) -> Iterator[_Answer]:
+        for client, answer in zip(self._clients, self._timed(), strict=True):
+            self._tick()
+            if "failure" in answer:
+                self._drop(client, answer["failure"])
+                continue
+            self.bytes_up += nbytes(answer["message"])
+            if problem := fault(answer["message"], self._declared):
+                self._drop(client, problem)
+                continue
+            yield client, answer["samples"], answer["metrics"], answer["message"]
+
+    def _judged(self, answers: Iterator[_Answer], judge: Judge) -> Iterator[_Answer]:
+        held, norms, rest = Held(), [], []
+        for client, samples, metrics, message in answers:
+            norms.append(judge.norms(message))
+            rest.append((client, samples, metrics))
+            held.add(message)
+        for (client, samples, metrics), message, problem in zip(rest, held, judge.faults(norms), strict=True):
+            if problem:
+                self._drop(client, problem)
+            else:
+                yield client, samples, metrics, message
+
+    def _timed(self) -> Iterator[Tree]:
+        while True:
+            began = time.perf_counter()
+            answer = next(self._answers, None)
+            self.waited += time.perf_counter() - began
+            if answer is None:
+                return
+            yield answer
+
+    def _check_enough(self) -> None:
+        if len(self.good) < self._least:
+            last = next(reversed(self.dropped.values()), "no answer")
+            raise TooFewClients(
+                f"only {len(self.good)} of {len(self._clients)} {self._who}s gave a usable answer, "
+                f"{self._least} are needed (min_clients); the last one dropped: {last}",
+                self.dropped,
+            )

@@ -1,0 +1,221 @@
+"""Many runs: each in a directory of its own, spread over the cores, continued where they stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from fedstill.building.config import FREE, Config, anchored
+from fedstill.building.data import data_source, load_data
+from fedstill.building.setup import prepare
+from fedstill.core.device import CPU, find
+from fedstill.core.errors import DataError, FedstillError, SettingError
+from fedstill.core.files import read_json
+from fedstill.core.processes import die_with_parent
+from fedstill.data.dataset import Dataset
+from fedstill.running import api, files
+from fedstill.running.directory import Record, RunDirectory, check_result
+from fedstill.running.loop import Listener
+from fedstill.running.machine import check_engine, cores, one_thread
+
+log = logging.getLogger(__name__)
+
+_CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+# Settings that may differ between a run that is there and the one that is wanted: the numbers are the same.
+IRRELEVANT = FREE - {"rounds", "eval_every"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run that is wanted, and where it is or will be."""
+
+    path: Path
+    config: Config
+
+    def summary(self) -> Record:
+        """What the finished run came to."""
+        try:
+            check_result(self.path, files.SUMMARY)
+            found = read_json(self.path / files.SUMMARY)
+        except DataError as error:
+            raise DataError(f"{error}; delete {self.path} to run it again") from error
+        if not isinstance(found, dict):
+            raise DataError(f"{self.path}/summary.json is not a run's; delete {self.path} to run it again")
+        return found
+
+    def records(self) -> list[Record]:
+        check_result(self.path, files.METRICS)
+        return RunDirectory.open(self.path, lock=False).records()
+
+    def rounds_done(self) -> int | None:
+        """How many rounds are done already, all of them in a finished run; None: it has not begun, or has to again.
+
+        It has to if it does not keep the models that are wanted. A directory with a run of other settings is refused.
+        """
+        if not (self.path / files.CONFIG).is_file():
+            return None
+        there = RunDirectory.open(self.path, lock=False)
+        if difference := other_settings(there.config(), self.config):
+            raise SettingError(
+                f"{self.path} exists with other settings ({difference}); choose another --out, or replace it with "
+                "--force"
+            )
+        if keeping(there.config(), self.config) != keeping(there.config(), there.config()):
+            return None
+        done = max((record["round"] for record in there.records()), default=0)
+        if not (self.path / files.SUMMARY).exists():
+            return min(done, self.config.rounds - 1)
+        if done < self.config.rounds:
+            raise DataError(
+                f"{self.path}/metrics.jsonl has lost rounds of a finished run; delete {self.path} to run it again"
+            )
+        return self.config.rounds
+
+    @property
+    def finished(self) -> bool:
+        return self.rounds_done() == self.config.rounds
+
+
+def other_settings(there: Config, wanted: Config) -> str:
+    """The first setting that two runs differ in, in words; empty if their numbers must be the same."""
+    theirs, ours = anchored(there).model_dump(), anchored(wanted).model_dump()
+    for name in theirs:
+        if name not in IRRELEVANT and theirs[name] != ours[name]:
+            return f"{name} is {theirs[name]}, not {ours[name]}"
+    return ""
+
+
+def keeping(there: Config, wanted: Config) -> dict[str, Any]:
+    """The settings with which a run keeps the models that either keeps."""
+    return {
+        "save_teachers": there.save_teachers or wanted.save_teachers,
+        "save_models": math.gcd(there.save_models, wanted.save_models),
+    }
+
+
+def check(cells: Sequence[Cell]) -> None:
+    """Find what is wrong with the settings or the data of any run before the first begins."""
+    datasets: dict[tuple[str | int, ...], Dataset] = {}
+    for config in _but_for_seeds(cells):
+        source = data_source(config)
+        if source not in datasets:
+            datasets = {source: load_data(config)}  # one at a time
+        check_engine(config)
+        prepare(config, data=datasets[source])
+
+
+def _but_for_seeds(cells: Sequence[Cell]) -> list[Config]:
+    """A configuration for each setting, those with the same data together."""
+    found = {repr(cell.config.model_copy(update={"seed": 0})): cell.config for cell in cells}
+    return sorted(found.values(), key=data_source)
+
+
+class Watcher:
+    """Hears how many runs go on."""
+
+    def started(self, cell: Cell) -> None: ...
+
+    def round_done(self, cell: Cell, round_: int) -> None: ...
+
+    def finished(self, cell: Cell) -> None: ...
+
+
+def carry_out(cells: Sequence[Cell], *, jobs: int = 0, watcher: Watcher | None = None) -> None:
+    """Run the cells that are not finished, as many at a time as there are cores; each then has one worker.
+
+    On a GPU they run one at a time, unless `jobs` says otherwise.
+
+    A cell that fails does not keep the others from ending; it is named when they have.
+    """
+    watcher, todo = watcher or Watcher(), [cell for cell in cells if not cell.finished]
+    if not todo:
+        return
+    on_gpu = any(find(cell.config.device) != CPU for cell in todo)
+    jobs = min(jobs or (1 if on_gpu else cores()), len(todo))
+    workers = max(1, cores() // jobs)
+    running: dict[Connection, tuple[Any, Cell]] = {}
+    failed: dict[Path, str] = {}
+    waiting = list(reversed(todo))
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                cell = waiting.pop()
+                ours, theirs = _CONTEXT.Pipe(duplex=False)
+                process = _CONTEXT.Process(target=_one, args=(cell, workers, theirs, os.getpid()))
+                process.start()
+                theirs.close()
+                running[ours] = (process, cell)
+                watcher.started(cell)
+            for pipe in wait(list(running)):
+                assert isinstance(pipe, Connection)
+                _hear(pipe, running, failed, watcher)
+    finally:
+        for process, _ in running.values():
+            process.terminate()
+        for process, _ in running.values():
+            process.join()
+    if failed:
+        path, reason = next(iter(failed.items()))
+        others = f" ({len(failed)} runs failed)" if len(failed) > 1 else ""
+        raise FedstillError(f"{path}: {reason}{others}; the others are finished")
+
+
+def _hear(
+    pipe: Connection, running: dict[Connection, tuple[Any, Cell]], failed: dict[Path, str], watcher: Watcher
+) -> None:
+    """One message of a run, or its end."""
+    process, cell = running[pipe]
+    try:
+        said = json.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join()
+        pipe.close()
+        del running[pipe]
+        if process.exitcode and cell.path not in failed:
+            failed[cell.path] = f"its process ended with code {process.exitcode}"
+        watcher.finished(cell)
+        return
+    if "error" in said:
+        failed[cell.path] = said["error"]
+    else:
+        watcher.round_done(cell, said["round"])
+
+
+class _Tell(Listener):
+    def __init__(self, tell: Callable[[Record], None]) -> None:
+        self._tell = tell
+
+    def round_done(self, record: Record) -> None:
+        self._tell({"round": record["round"]})
+
+
+def _one(cell: Cell, workers: int, pipe: Connection, parent: int) -> None:
+    """A process that carries out one run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    die_with_parent(parent)
+
+    def tell(message: Record) -> None:
+        pipe.send_bytes(json.dumps(message).encode())
+
+    try:
+        with one_thread():
+            if cell.rounds_done() is None:
+                update: dict[str, Any] = {"workers": workers}
+                if again := (cell.path / files.CONFIG).is_file():
+                    update |= keeping(RunDirectory.open(cell.path, lock=False).config(), cell.config)
+                api.start(cell.config.model_copy(update=update), cell.path, force=again, listener=_Tell(tell))
+            else:
+                api.resume(cell.path, rounds=cell.config.rounds, device=cell.config.device, listener=_Tell(tell))
+    except Exception as error:
+        log.exception("%s", cell.path)
+        tell({"error": str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)})

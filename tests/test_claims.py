@@ -18,7 +18,7 @@ from fedstill.cli.main import app
 from fedstill.core.files import read_json
 from fedstill.metrics.statistics import Paired, paired
 from fedstill.studies import claims, presets
-from fedstill.studies.cells import Cell, carry_out
+from fedstill.studies.cells import Cell, run_cells
 from fedstill.studies.claims import Check, Claim, Evidence, finding, verdict
 from fedstill.studies.presets import Preset
 from fedstill.studies.reproduce import number
@@ -79,7 +79,7 @@ def test_a_check_is_a_paired_difference_of_its_runs_and_the_papers_beside(eviden
     asked = check()
     assert finding(asked, evidence).verdict == "not run"
     assert len(evidence.cells(asked)) == 2, "with and without T1 are one run a seed"
-    carry_out(evidence.cells(asked))
+    run_cells(evidence.cells(asked))
     found = finding(asked, evidence)
     with_t1, without = amp("fedavg+t1", 0.5), amp("fedavg+t1", 0.5, "without T1")
     assert (found.of, found.than) == (with_t1, without)
@@ -91,7 +91,7 @@ def test_a_check_is_a_paired_difference_of_its_runs_and_the_papers_beside(eviden
 def test_growth_is_a_difference_of_differences(evidence: Evidence) -> None:
     elsewhere = {"of": [{"row": "FedAvg+T1", "alpha": 5.0}], "than": [{"row": "FedAvg", "alpha": 5.0}]}
     asked = check(growth=elsewhere)
-    carry_out(evidence.cells(asked))
+    run_cells(evidence.cells(asked))
     found = finding(asked, evidence)
     gaps = [np.subtract(amp("fedavg+t1", alpha), amp("fedavg+t1", alpha, "without T1")) for alpha in (0.5, 5.0)]
     assert found.difference is not None
@@ -103,7 +103,7 @@ def test_growth_is_a_difference_of_differences(evidence: Evidence) -> None:
 def test_of_several_rows_the_best_on_each_seed_counts(evidence: Evidence, metric: str, best: Any) -> None:
     others = [{"row": "FedAvg", "alpha": 0.5}, {"row": "FedProx", "alpha": 0.5}]
     asked = check(metric=metric, than=others)
-    carry_out(evidence.cells(asked))
+    run_cells(evidence.cells(asked))
     rows = [evidence.numbers(asked, term, [0, 1]) for term in others]
     assert rows[0] != rows[1]
     assert finding(asked, evidence).than == [best(pair) for pair in zip(*rows, strict=True)]
@@ -112,7 +112,7 @@ def test_of_several_rows_the_best_on_each_seed_counts(evidence: Evidence, metric
 def test_only_seeds_with_every_run_count(evidence: Evidence) -> None:
     asked = check(than=[{"row": "FedProx", "alpha": 0.5}])
     cells = evidence.cells(asked)
-    carry_out([cell for cell in cells if cell.config.seed == 0 or cell.config.method == "fedprox"])
+    run_cells([cell for cell in cells if cell.config.seed == 0 or cell.config.method == "fedprox"])
     found = finding(asked, evidence)
     assert found.seeds == [0]
     assert found.of == amp("fedavg+t1", 0.5)[:1]
@@ -121,7 +121,7 @@ def test_only_seeds_with_every_run_count(evidence: Evidence) -> None:
 def test_how_rough_a_curve_is_and_at_which_meetings_a_student_was_taught(tmp_path: Path) -> None:
     config = resolve(TINY | {"method": "fedavg+t1", "rounds": 9, "eval_every": 2})
     cell = Cell(tmp_path / "flat", config)
-    carry_out([cell])
+    run_cells([cell])
     records = [r for r in cell.records() if r["evaluated"]]
     assert [r["round"] for r in records] == [2, 4, 6, 8, 9]
     records = records[2:]  # the second half
@@ -131,7 +131,7 @@ def test_how_rough_a_curve_is_and_at_which_meetings_a_student_was_taught(tmp_pat
     switching = {"method": "f2l", "regions": 2, "rounds_per_episode": 1, "rounds": 2, "pool": 0.2}
     for epsilon, taught in ((0.0, 1.0), (100.0, 0.0)):
         cell = Cell(tmp_path / f"regions{epsilon}", resolve(TINY | switching | {"hyper": {"epsilon": epsilon}}))
-        carry_out([cell])
+        run_cells([cell])
         assert [number(cell, "", "taught", {"episode": e}) for e in (1, 2)] == [taught, taught]
         assert number(cell, "", "taught", {"episode": 3}) is None
 

@@ -18,7 +18,7 @@ from fedstill.building.config import Config, anchored, parse_sweeps, resolve
 from fedstill.metrics.statistics import paired, spread
 from fedstill.running.loop import Listener
 from fedstill.studies import cells as cells_module
-from fedstill.studies.cells import Cell, Watcher, carry_out
+from fedstill.studies.cells import Cell, Watcher, run_cells
 from fedstill.studies.comparison import Row, to_target
 
 QUICK: dict[str, Any] = SMALL | {"model": "mlp", "model_options": {"hidden": [8]}, "rounds": 2, "engine": "process"}
@@ -101,13 +101,13 @@ class Seen(Watcher):
 def test_runs_side_by_side_have_the_bits_of_runs_alone_and_are_not_repeated(tmp_path: Path) -> None:
     wanted = [Cell(tmp_path / f"s{seed}", config(seed=seed)) for seed in range(3)]
     seen = Seen()
-    carry_out(wanted, jobs=2, watcher=seen)
+    run_cells(wanted, jobs=2, watcher=seen)
     assert sorted(seen.rounds) == [(f"s{s}", r) for s in range(3) for r in (1, 2)]
     alone = fedstill.run(**QUICK | {"seed": 1, "out": tmp_path / "alone"})
     assert wanted[1].summary()["final_accuracy"] == alone.summary["final_accuracy"]
     assert (wanted[1].path / "model.safetensors").read_bytes() == (tmp_path / "alone/model.safetensors").read_bytes()
     again = Seen()
-    carry_out(wanted, watcher=again)
+    run_cells(wanted, watcher=again)
     assert again.started_ == []
 
 
@@ -125,16 +125,16 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
         fedstill.run(**QUICK | {"rounds": 3, "out": cell.path, "listener": Break()})
     assert cell.rounds_done() == 1
     seen = Seen()
-    carry_out([cell], watcher=seen)
+    run_cells([cell], watcher=seen)
     assert seen.rounds == [("run", 2), ("run", 3)]
     assert cell.finished
 
 
 def test_a_directory_with_another_run_is_not_taken_for_this_one(tmp_path: Path) -> None:
-    carry_out([Cell(tmp_path / "run", config())])
+    run_cells([Cell(tmp_path / "run", config())])
     with pytest.raises(fedstill.SettingError, match=r"alpha is 0\.5, not 3"):
-        carry_out([Cell(tmp_path / "run", config(alpha=3.0))])
-    carry_out([Cell(tmp_path / "run", config(workers=7, target=0.3))])  # these change no number
+        run_cells([Cell(tmp_path / "run", config(alpha=3.0))])
+    run_cells([Cell(tmp_path / "run", config(workers=7, target=0.3))])  # these change no number
 
 
 def test_one_that_fails_is_named_after_the_others_have_ended(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_one_that_fails_is_named_after_the_others_have_ended(tmp_path: Path) -> 
     )
     wanted = [Cell(tmp_path / "bad", config(f"{bad}:Bad")), Cell(tmp_path / "good", config())]
     with pytest.raises(fedstill.FedstillError, match="bad: too bad"):
-        carry_out(wanted, jobs=1)
+        run_cells(wanted, jobs=1)
     assert wanted[1].finished
 
 
@@ -158,7 +158,7 @@ def test_jobs_and_workers_do_not_exceed_the_cores(tmp_path: Path, monkeypatch: p
     for count, each in ((1, 6), (2, 3), (4, 1), (9, 1)):
         folder = tmp_path / str(count)
         folder.mkdir()
-        carry_out([Cell(folder / str(i), config()) for i in range(count)])
+        run_cells([Cell(folder / str(i), config()) for i in range(count)])
         given = [int(p.read_text()) for p in folder.glob("*.workers")]
         assert given == [each] * count
 

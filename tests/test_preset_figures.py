@@ -19,7 +19,7 @@ from fedstill.cli.preset_figures import draw
 from fedstill.report import style
 from fedstill.running.directory import RunDirectory
 from fedstill.studies import presets, toy
-from fedstill.studies.cells import Cell, carry_out
+from fedstill.studies.cells import Cell, run_cells
 from fedstill.studies.presets import Preset
 from fedstill.studies.reproduce import Plan, entries, plans
 
@@ -95,7 +95,7 @@ def figure(
 ) -> tuple[Any, Plan]:
     """The figure of a preset, and where its runs are."""
     (plan,) = plans(known(monkeypatch, shows, **changed), "paper", SEEDS.get(shows, 1), root / "cells")
-    carry_out(plan.cells)
+    run_cells(plan.cells)
     draw(plan, entries(plan), root / f"{shows}.png")
     return drawn.pop(), plan
 
@@ -235,12 +235,12 @@ def cell(path: Path, **settings: Any) -> Cell:
 
 
 def test_a_run_that_did_not_keep_the_models_that_are_wanted_is_run_again(tmp_path: Path) -> None:
-    carry_out([cell(tmp_path / "run")])
+    run_cells([cell(tmp_path / "run")])
     before = (tmp_path / "run/model.safetensors").read_bytes()
     for wanted in ({"save_models": 2}, {"save_models": 1}, {"save_teachers": True}):
         again = cell(tmp_path / "run", **wanted)
         assert not again.finished, wanted
-        carry_out([again])
+        run_cells([again])
         assert again.finished
         assert (tmp_path / "run/model.safetensors").read_bytes() == before
     kept = RunDirectory.open(tmp_path / "run", lock=False)
@@ -249,6 +249,6 @@ def test_a_run_that_did_not_keep_the_models_that_are_wanted_is_run_again(tmp_pat
 
 
 def test_a_run_that_kept_more_than_is_wanted_is_used_as_it_is(tmp_path: Path) -> None:
-    carry_out([cell(tmp_path / "run", save_models=1, save_teachers=True)])
+    run_cells([cell(tmp_path / "run", save_models=1, save_teachers=True)])
     for wanted in ({}, {"save_models": 1}, {"save_models": 2}, {"save_teachers": True}):
         assert cell(tmp_path / "run", **wanted).finished, wanted

@@ -13,7 +13,7 @@ from conftest import SMALL
 import fedstill
 from fedstill.cli import presets as command
 from fedstill.studies import presets
-from fedstill.studies.cells import carry_out
+from fedstill.studies.cells import run_cells
 from fedstill.studies.presets import Preset
 from fedstill.studies.reproduce import MEAN, directory, entries, plans, seconds_needed
 
@@ -60,7 +60,7 @@ def test_a_table_holds_the_papers_numbers_against_the_runs(tmp_path: Path, monke
     assert len(plan.runs) == 6
     assert len(plan.cells) == 8, "two rows are read from one run"
     assert seconds_needed(plan.cells) > 0
-    carry_out(plan.cells)
+    run_cells(plan.cells)
     assert seconds_needed(plan.cells) == 0
     found = {(e.row, e.metric, json.dumps(e.at)): e for e in entries(plan)}
     runs = [fedstill.run("fedavg+t1", **TINY | {"alpha": 0.5, "seed": seed, "engine": "inline"}) for seed in range(2)]
@@ -112,7 +112,7 @@ def test_a_sweep_over_saved_teachers_takes_one_run_a_seed(tmp_path: Path, monkey
     given(monkeypatch, sweep=swept)
     (plan,) = plans("test/sweep", "paper", 2, tmp_path)
     assert len(plan.cells) == 2
-    carry_out(plan.cells)
+    run_cells(plan.cells)
     found = {(e.row, e.at["lambda3"]): e for e in entries(plan)}
     assert set(found) == {(row, x) for row in ("Teacher 1", "Teacher 2", MEAN, "G-student") for x in (0.0, 1.0)}
     assert found["Teacher 1", 0.0].values == found["Teacher 1", 1.0].values
@@ -127,7 +127,7 @@ def test_a_number_that_the_paper_only_bounds_is_shown_so(tmp_path: Path, monkeyp
     exact = bounded | {"method": "FedAvg+T1", "value": 30, "std": 2.0, "censored": False}
     monkeypatch.setattr(presets, "paper_numbers", lambda: {"test": {"T1": {"rows": [bounded, exact]}}})
     (plan,) = plans("test/table", "cpu", 1, tmp_path)
-    carry_out(plan.cells)
+    run_cells(plan.cells)
     found = {e.row: e for e in entries(plan)}
     assert found["FedAvg"].difference is None
     assert command.cell(found["FedAvg"]).startswith("> 60.0 → ")

@@ -95,7 +95,7 @@ def test_a_run_that_cannot_begin_gives_its_directory_back(tmp_path: Path, monkey
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(api, "keep", full)
+    monkeypatch.setattr(api, "save_inputs", full)
     with pytest.raises(OSError, match="no space"):
         fedstill.run(**SMALL | {"rounds": 1}, out=tmp_path / "run")
     RunDirectory.open(tmp_path / "run").release()

@@ -16,7 +16,7 @@ from fedstill.core.errors import SettingError
 from fedstill.core.files import read_json, write_atomic, write_json
 from fedstill.metrics.statistics import ENOUGH
 from fedstill.running.directory import without_nan
-from fedstill.studies.cells import carry_out, check
+from fedstill.studies.cells import check, run_cells
 from fedstill.studies.claims import Evidence, claims, saved
 from fedstill.studies.reproduce import seconds_needed
 
@@ -42,7 +42,7 @@ def carry_on(
         return
     if not finished:
         with AllRuns(console, cells) as display:
-            carry_out(cells, jobs=jobs, watcher=display)
+            run_cells(cells, jobs=jobs, watcher=display)
     elif len(todo) == len(cells):
         raise SettingError(f"no run in {out / 'cells'} is finished")
     found = without_nan(saved(evidence))

@@ -53,7 +53,7 @@ def run(
     path = out or Path("runs") / run_name(config)
     with run_in(path) as display:
         listener = TensorBoard(path, display) if tensorboard else display
-        result = api.start(config, path, force=force, listener=listener)
+        result = api.run_config(config, path, force=force, listener=listener)
     _show_result(result, config, path)
 
 

@@ -17,7 +17,7 @@ from fedstill.metrics.statistics import ENOUGH, Spread
 from fedstill.report.curves import swept_curves
 from fedstill.running import files
 from fedstill.running.directory import RunDirectory, check_place, without_nan
-from fedstill.studies.cells import Cell, carry_out, check
+from fedstill.studies.cells import Cell, check, run_cells
 from fedstill.studies.comparison import TO_TARGET, Row, combinations, grid
 
 _NOT_SWEPT = {
@@ -58,7 +58,7 @@ def compare(
         raise SettingError("two of these runs would have the same directory")
     _check_places(list(cells.values()), force=force)
     with AllRuns(console, list(cells.values())) as display:
-        carry_out(list(cells.values()), jobs=jobs, watcher=display)
+        run_cells(list(cells.values()), jobs=jobs, watcher=display)
     tables = grid(cells, methods, sweep, seeds)
     for rows in tables:
         console.print(comparison_table(rows, seeds=seeds))

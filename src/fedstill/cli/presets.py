@@ -17,7 +17,7 @@ from fedstill.core.errors import SettingError
 from fedstill.core.files import write_atomic, write_json
 from fedstill.running.directory import without_nan
 from fedstill.studies import presets as known
-from fedstill.studies.cells import Cell, carry_out, check
+from fedstill.studies.cells import Cell, check, run_cells
 from fedstill.studies.presets import Preset, Scale
 from fedstill.studies.reproduce import Entry, Plan, entries, plans, seconds_needed
 
@@ -65,7 +65,7 @@ def reproduce(
         return
     out.mkdir(parents=True, exist_ok=True)  # some presets have no runs that would have made it
     with AllRuns(console, cells) as display:
-        carry_out(cells, jobs=jobs, watcher=display)
+        run_cells(cells, jobs=jobs, watcher=display)
     for plan in found:
         numbers = entries(plan)
         for metric in dict.fromkeys(entry.metric for entry in numbers):

@@ -8,7 +8,7 @@ from fedstill.building.topology import Region
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Train
 from fedstill.methods.base import Part
-from fedstill.running.loop import Run
+from fedstill.running.loop import RoundLoop
 from fedstill.running.records import Tally
 from fedstill.running.uplinks import Checked
 
@@ -17,21 +17,21 @@ _MOST = 1e15  # of bytes, or anything else that a region counts
 TOTALS = ("clients", "bytes_down", "bytes_up", "dropped")  # of an episode's rounds; a region tells them with its model
 
 
-class Episodes(Run):
+class EpisodeLoop(RoundLoop):
     """The global server's run: one step is an episode, whose rounds the regions run by themselves."""
 
     @property
-    def _stride(self) -> int:
+    def rounds_per_step(self) -> int:
         return self.setup.hierarchy.rounds_per_episode
 
     @property
-    def _needed(self) -> int:
+    def fewest_connected(self) -> int:
         return 1
 
-    def _try(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
+    def train_regions(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         self.server.round = round_
         if engine.greet():
-            self._count_samples()
+            self.count_samples()
         sizes, absent = self.setup.federation.sizes, engine.absent()
         known = [region for region in self.setup.hierarchy.regions if sizes[region.clients].any()]
         there = [region for region in known if not absent.issuperset(region.clients.tolist())]
@@ -48,7 +48,7 @@ class Episodes(Run):
             least=1,
             tick=self.listener.client_done,
             who="region",
-            judge=self._judge(engine, down, "regions"),
+            judge=self.judge(engine, down, "regions"),
         )
         self._come = {answer.client: answer["model"] for answer in answers}
         tally = Tally()

@@ -39,7 +39,7 @@ from fedstill.methods.kinds import Kind
 from fedstill.running import files
 from fedstill.running.directory import Record, RunDirectory, without_nan
 from fedstill.running.logfile import logging_to
-from fedstill.running.loop import Listener, Run
+from fedstill.running.loop import Listener, RoundLoop
 from fedstill.running.machine import one_thread
 from fedstill.running.rollback import ROLLBACKS, seen, unseen
 from fedstill.running.uplinks import TooFewClients
@@ -50,8 +50,12 @@ _PATIENCE = 20.0  # seconds for which a region waits for its sites before it say
 _MARGIN = 0.9  # the share of the time for an episode that its rounds may take
 
 
-class Rounds(Run):
-    """A regional server's run."""
+class RegionalLoop(RoundLoop):
+    """A regional server's run.
+
+    Its rounds come an episode at a time, when the global server asks for one, and nothing is evaluated here: so it has
+    a loop of its own, around the same `train_round`.
+    """
 
     def episode(self, sites: Sites, model: Tensor, last: int, *, measure: bool, seconds: float) -> Tree:
         """The rounds up to the `last` of an episode, which begins with the global `model`; or the rest of them.
@@ -64,11 +68,11 @@ class Rounds(Run):
             self.go_back(first - 1)
         if self.server.round < first:  # else it has begun, or was done, before this process was
             self.server.round, self.server.model = first - 1, model
-        self._count_samples()
+        self.count_samples()
         for round_ in range(self.server.round + 1, last + 1):
             began = time.perf_counter()
             sites.patience = (end - time.monotonic()) / (last + 1 - round_)
-            tally, _ = self._train(sites, round_, measure=measure and round_ == last)
+            tally, _ = self.train_round(sites, round_, measure=measure and round_ == last)
             if not torch.isfinite(self.server.model).all():
                 raise FedstillError(f"round {round_}: the region's model is no longer finite; a smaller lr may help")
             record: Record = {"round": round_, **{name: getattr(tally, name) for name in TOTALS}}
@@ -77,7 +81,7 @@ class Rounds(Run):
             record |= {"left_out": tally.left_out} if tally.left_out else {}
             self.records.append(without_nan(record))
             self.directory.append(self.records[-1])
-            self._checkpoint()
+            self.checkpoint()
             log.info(
                 "round %d: train_loss %s, %d of %d clients",
                 round_,
@@ -98,9 +102,9 @@ class Rounds(Run):
         log.warning("the global server went back, and so do we, from round %d to %d", self.server.round, round_)
         self.directory.go_back(round_)
         if round_ in self.directory.checkpoint_rounds():
-            self._take(self.directory.read_checkpoint(round_))
+            self.load_state(self.directory.read_checkpoint(round_))
         elif round_ == 0:
-            self.server.state, self._norms = {}, {}
+            self.server.state, self.update_norms = {}, {}
             self.setup.hierarchy.regions[0].method.start(self.server)
         elif self.server.state:
             raise FedstillError(f"the region no longer knows round {round_}; 'fedstill rollback' to 0 begins anew")
@@ -236,7 +240,7 @@ class _Attended:
         )
         self._roll.counts.forget(server.terms.recount)
         self._sites = Sites(None, self._link, self._roll, server.terms, least=config.min_clients)
-        self.rounds: Rounds | None = None
+        self.rounds: RegionalLoop | None = None
         with ExitStack() as opened:
             begun = (place / files.CONFIG).is_file()
             self._directory = RunDirectory.open(place) if begun else RunDirectory.create(place, anchored(self._config))
@@ -279,7 +283,7 @@ class _Attended:
         """An episode of the region."""
         if self.rounds is None:
             self.held()
-            self.rounds = Rounds(self._setup(), self._directory, self._server.listener)
+            self.rounds = RegionalLoop(self._setup(), self._directory, self._server.listener)
         rollbacks, path = self.told.get(ROLLBACKS, []), self._directory.path / files.SERVED
         if (back := unseen(rollbacks, path)) is not None:
             if self.rounds.server.round > back:

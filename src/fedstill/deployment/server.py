@@ -29,7 +29,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
 from fedstill.data.partition import IntArray
 from fedstill.deployment.audit import Recorded
-from fedstill.deployment.episodes import TOTALS, Episodes
+from fedstill.deployment.episodes import TOTALS, EpisodeLoop
 from fedstill.deployment.shares import Counts
 from fedstill.deployment.site import Own, Site, run_number  # noqa: F401 (both ends are found here)
 from fedstill.deployment.waiting import Poll, Waits
@@ -39,9 +39,9 @@ from fedstill.methods import registry
 from fedstill.models.base import frozen_digest
 from fedstill.running import api, files
 from fedstill.running.directory import RunDirectory
-from fedstill.running.inputs import check_kept, keep, kept_tokenizer
+from fedstill.running.inputs import check_inputs, save_inputs, saved_tokenizer
 from fedstill.running.logfile import logging_to
-from fedstill.running.loop import Listener, Run, refuse_changes
+from fedstill.running.loop import Listener, RoundLoop, refuse_changes
 from fedstill.running.rollback import ROLLBACKS
 
 log = logging.getLogger(__name__)
@@ -331,7 +331,7 @@ def serve(
         config = config.model_copy(update={"clients": len(names)})
     # What a checkpoint does not have would have to be asked of the sites again.
     config = config.model_copy(update={"checkpoint_every": 1})
-    dataset = load_data(config, kept_tokenizer(out))
+    dataset = load_data(config, saved_tokenizer(out))
     pool = undivided(config, dataset)
     begun = (out / files.CONFIG).is_file()
     directory = RunDirectory.open(out) if begun else RunDirectory.create(out, anchored(config))
@@ -393,20 +393,20 @@ def serve(
             setup = prepare(config, data=roll.federation, elsewhere=True)
         if begun and directory.oldest_checkpoint():
             refuse_changes(fixed(directory.config()), fixed(anchored(config)))
-            check_kept(setup, out)
-        keep(setup, directory)
+            check_inputs(setup, out)
+        save_inputs(setup, directory)
         directory.write_config(anchored(config))
     except BaseException:
         directory.release()
         raise
     frozen += filter(None, [frozen_digest(setup.task.build().module)])
     steps += [region.task.local.steps_per_epoch for region in setup.hierarchy.regions]
-    kind, least = (Episodes, 1) if regional else (Run, config.min_clients)
+    loop_class, least = (EpisodeLoop, 1) if regional else (RoundLoop, config.min_clients)
 
     def engine(worker: Worker) -> Engine:
         return Sites(worker, link, roll, terms, least=least)
 
-    return api.execute(setup, directory, listener, engine, kind=kind)
+    return api.run_in_directory(setup, directory, listener, engine, loop_class=loop_class)
 
 
 def _check(config: Config) -> None:

@@ -34,9 +34,9 @@ from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.running import files
 from fedstill.running.directory import Record, RunDirectory
-from fedstill.running.inputs import keep, prepare_again
+from fedstill.running.inputs import prepare_again, save_inputs
 from fedstill.running.logfile import logging_to
-from fedstill.running.loop import Listener, Run
+from fedstill.running.loop import Listener, RoundLoop
 from fedstill.running.machine import check_engine
 
 log = logging.getLogger(__name__)
@@ -87,27 +87,29 @@ def run(
         "model": None if isinstance(model, str) else model,
     }
     if out is not None:
-        return start(config, Path(out), force=force, listener=listener, **own)
+        return run_config(config, Path(out), force=force, listener=listener, **own)
     with tempfile.TemporaryDirectory(prefix="fedstill-") as folder:
-        result = start(config, Path(folder) / "run", listener=listener, **own)
+        result = run_config(config, Path(folder) / "run", listener=listener, **own)
         return replace(result, path=None)
 
 
-def start(config: Config, path: Path, *, force: bool = False, listener: Listener | None = None, **own: Any) -> Result:
+def run_config(
+    config: Config, path: Path, *, force: bool = False, listener: Listener | None = None, **own: Any
+) -> Result:
     """Carry out a configuration in a new run directory; `own` are the objects that `prepare` takes."""
-    return carry_out(prepare(config, **own), path, force=force, listener=listener)
+    return run_setup(prepare(config, **own), path, force=force, listener=listener)
 
 
-def carry_out(setup: Setup, path: Path, *, force: bool = False, listener: Listener | None = None) -> Result:
+def run_setup(setup: Setup, path: Path, *, force: bool = False, listener: Listener | None = None) -> Result:
     """Carry out what is prepared in a new run directory, which works from wherever it is resumed."""
     check_engine(setup.config)
     directory = RunDirectory.create(path, anchored(setup.config), force=force)
     try:
-        keep(setup, directory)
+        save_inputs(setup, directory)
     except BaseException:
         directory.release()
         raise
-    return execute(setup, directory, listener)
+    return run_in_directory(setup, directory, listener)
 
 
 def resume(
@@ -139,7 +141,7 @@ def resume(
     except BaseException:
         directory.release()
         raise
-    return execute(setup, directory, listener)
+    return run_in_directory(setup, directory, listener)
 
 
 def _continued(directory: RunDirectory, rounds: int | None, given: dict[str, object]) -> Config:
@@ -155,21 +157,21 @@ def _continued(directory: RunDirectory, rounds: int | None, given: dict[str, obj
     return config
 
 
-def execute(
+def run_in_directory(
     setup: Setup,
     directory: RunDirectory,
     listener: Listener | None = None,
     engine: Callable[[Worker], Engine] | None = None,
-    kind: type[Run] = Run,
+    loop_class: type[RoundLoop] = RoundLoop,
 ) -> Result:
     """Carry out what is left to do in a run directory, on another engine than the settings name if one is given."""
     try:
         with logging_to(directory.path / files.LOG), devices.on(devices.find(setup.config.device)):
             for remark in setup.remarks:
                 log.info("%s", remark)
-            run = kind(setup, directory, listener, engine)
-            summary = run.execute()
-            return Result(summary, run.records, run.trained(), directory.path)
+            loop = loop_class(setup, directory, listener, engine)
+            summary = loop.run()
+            return Result(summary, loop.records, loop.trained(), directory.path)
     finally:
         directory.release()
 

@@ -13,7 +13,7 @@ from fedstill.running import files
 from fedstill.running.directory import RunDirectory
 
 
-def keep(setup: Setup, directory: RunDirectory) -> None:
+def save_inputs(setup: Setup, directory: RunDirectory) -> None:
     """Write down what the settings only name, and a run cannot go on without: its tokenizer, and what is frozen."""
     if setup.task.dataset.tokenizer:
         directory.write(files.TOKENIZER, setup.task.dataset.tokenizer)
@@ -25,20 +25,20 @@ def keep(setup: Setup, directory: RunDirectory) -> None:
 
 def prepare_again(directory: RunDirectory, config: Config, **own: Any) -> Setup:
     """Prepare a run that has begun: with its own tokenizer, and refused if what it froze has changed since."""
-    setup = prepare(config, tokenizer=kept_tokenizer(directory.path), **own)
-    check_kept(setup, directory.path)
+    setup = prepare(config, tokenizer=saved_tokenizer(directory.path), **own)
+    check_inputs(setup, directory.path)
     return setup
 
 
-def kept_tokenizer(path: Path) -> str:
+def saved_tokenizer(path: Path) -> str:
     """The tokenizer of a run directory, as JSON; empty if it has none."""
     kept = path / files.TOKENIZER
     return kept.read_text(encoding="utf-8") if kept.is_file() else ""
 
 
-def check_kept(setup: Setup, path: Path) -> None:
+def check_inputs(setup: Setup, path: Path) -> None:
     """Refuse to go on in other tokens, or upon other frozen weights, than a run began with."""
-    tokenizer = kept_tokenizer(path)
+    tokenizer = saved_tokenizer(path)
     if tokenizer and setup.task.dataset.tokenizer != tokenizer:
         raise SettingError(f"the data are in other tokens than {path}/tokenizer.json makes, with which the run began")
     if (path / files.FROZEN).is_file() and (path / files.FROZEN).read_text().strip() != frozen_digest(

@@ -1,4 +1,8 @@
-"""The one round loop."""
+"""The round loop.
+
+The way of a round: `run` → `_run_rounds` → `_run_round` → `train_round` → `train_regions` → `_train_region`, where the
+method's `aggregate` pulls the clients' updates from the engine one at a time.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +62,11 @@ class Listener:
     def ended(self) -> None: ...
 
 
-class Run:
-    """A run in its directory, new or continued."""
+class RoundLoop:
+    """The rounds of a run in its directory, new or continued."""
 
     @property
-    def _stride(self) -> int:
+    def rounds_per_step(self) -> int:
         """How many rounds are one step."""
         return 1
 
@@ -95,7 +99,7 @@ class Run:
         # Of each region; to look for them among a million takes longer than a round.
         self._able: dict[int, IntArray] = {}
         self._active_since_checkpoint: set[int] = set()
-        self._norms: dict[str, History] = {}  # of what clients elsewhere sent, by region
+        self.update_norms: dict[str, History] = {}  # of what clients elsewhere sent, by region
         self._last: dict[str, int] = {}  # what crossed after the last round
         self._restore()
 
@@ -108,7 +112,7 @@ class Run:
             return
         self.server.round, kept = restored
         refuse_changes(kept.get("settings", {}), self._settings)
-        self._take(kept)
+        self.load_state(kept)
         self.records = self.directory.records()
 
     def _regional_servers(self) -> dict[int, Server]:
@@ -125,21 +129,21 @@ class Run:
             )
         return servers
 
-    def _count_samples(self) -> None:
+    def count_samples(self) -> None:
         """Somebody came who was not there before."""
         self._sizes = sizes = self.server.sizes[:] = self.setup.federation.sizes
         self._able = {}
         for region in self.setup.hierarchy.regions:
             self.regional[region.number].sizes[region.clients] = sizes[region.clients]
 
-    def execute(self) -> Record:
+    def run(self) -> Record:
         """Run the rounds that are left and write the results."""
         try:
-            return self._execute()
+            return self._run_rounds()
         finally:
             self.listener.ended()
 
-    def _execute(self) -> Record:
+    def _run_rounds(self) -> Record:
         config = self.setup.config
         setup, regions = self.setup, self.setup.hierarchy.regions
         regional = () if setup.hierarchy.flat else tuple((region.task, region.method) for region in regions)
@@ -153,19 +157,19 @@ class Run:
                 log.info("%s by clients %s", setup.attack.kind, ", ".join(map(str, sorted(setup.attack.clients))))
             self.listener.started(self.setup, self.server.round)
             evaluation = None
-            for round_ in range(self.server.round + self._stride, config.rounds + 1, self._stride):
-                record, evaluation = self._round(engine, round_)
+            for round_ in range(self.server.round + self.rounds_per_step, config.rounds + 1, self.rounds_per_step):
+                record, evaluation = self._run_round(engine, round_)
                 self.records.append(record)
                 self.directory.append(record)
                 if config.save_models and round_ % config.save_models == 0 and self.setup.method.global_model:
                     # Before the checkpoint: a run that is resumed from it has no gap here.
                     self.directory.save_model(round_, save_tensors(self.trained_state_dict()))
                 if round_ % config.checkpoint_every == 0 or round_ == config.rounds:
-                    self._checkpoint()
+                    self.checkpoint()
                 self.listener.round_done(record)
             self.directory.settle()
             if self.setup.method.concludes:
-                self._conclude(engine)
+                self._final_exchange(engine)
                 evaluation = None
             if evaluation is None and self.setup.method.global_model:
                 evaluation = evaluate(engine, self.setup.federation, self.model())
@@ -178,15 +182,15 @@ class Run:
         log.info("finished")
         return summary
 
-    def _round(self, engine: Engine, round_: int) -> tuple[Record, Evaluation | None]:
+    def _run_round(self, engine: Engine, round_: int) -> tuple[Record, Evaluation | None]:
         config, hierarchy = self.setup.config, self.setup.hierarchy
         began = time.perf_counter()
         last = round_ == config.rounds
         meets = hierarchy.flat or hierarchy.ends_episode(round_)
         due = meets and (last or self._evaluates(round_))
-        tally, present = self._train(engine, round_, measure=due)
-        after = self._teachers_after(engine, present) if self._follows_meeting(round_) else {}
-        episode = self._merge(engine, present, compare=due) if hierarchy.ends_episode(round_) else {}
+        tally, present = self.train_round(engine, round_, measure=due)
+        after = self._teachers_after(engine, present) if self._follows_aggregation(round_) else {}
+        episode = self._aggregate_regions(engine, present, compare=due) if hierarchy.ends_episode(round_) else {}
         for server in (self.server, *self.regional.values()):  # before it can become a checkpoint
             if not torch.isfinite(server.model).all():
                 which = "the global model" if server is self.server else f"the model of region {server.region + 1}"
@@ -231,26 +235,26 @@ class Run:
         names = self.setup.federation.client_names
         return [names[k] for k in clients]
 
-    def _train(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
+    def train_round(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         """A round of every region, and which they were; `measure`: clients also test the models they trained."""
         if not engine.patient:
-            return self._try(engine, round_, measure=measure)
+            return self.train_regions(engine, round_, measure=measure)
         self.directory.settle()  # a client elsewhere must not have seen a round that this server, if killed, forgets
-        before = tree.encode(self._kept())
+        before = tree.encode(self.state())
         retries = Retries(round_, self.setup.config.round_retries, self.directory.path, self.listener.round_failed)
         while True:
             connected = self._connected(engine)
             try:
-                return self._try(engine, round_, measure=measure)
+                return self.train_regions(engine, round_, measure=measure)
             except RoundFailed as error:
-                self._take(tree.decode(before))
+                self.load_state(tree.decode(before))
                 self.directory.undo_server(round_ - 1)
                 names = dict(enumerate(self.setup.federation.names))
                 arrived = partial(self._more_than, engine, connected)
-                retries.after(error, names, connected=connected >= self._needed, arrived=arrived)
+                retries.after(error, names, connected=connected >= self.fewest_connected, arrived=arrived)
 
     @property
-    def _needed(self) -> int:
+    def fewest_connected(self) -> int:
         """How many clients must be there for a round to be worth trying."""
         return self.setup.config.min_clients
 
@@ -260,17 +264,17 @@ class Run:
     def _more_than(self, engine: Engine, before: int) -> bool:
         return self._connected(engine) > before
 
-    def _try(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
+    def train_regions(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         self.server.round = round_
         if engine.greet():
-            self._count_samples()
+            self.count_samples()
         absent = engine.absent()
         present = [(region, _without(members, absent)) for region, members in self.setup.hierarchy.present(round_)]
         cohorts = [self._cohort(region, members, round_) for region, members in present]
         self.listener.round_started(round_, sum(map(len, cohorts)))
         tally = Tally()
         for (region, _), cohort in zip(present, cohorts, strict=True):
-            self._regional_round(engine, region, cohort, tally, measure=measure)
+            self._train_region(engine, region, cohort, tally, measure=measure)
         self._active_since_checkpoint.update(k for cohort in cohorts for k in cohort)
         if engine.patient:
             self._check_finite(round_)
@@ -282,11 +286,11 @@ class Run:
             if (bad := first_not_finite({"the model": server.model, **_tensors(server.state)})) is not None:
                 raise RoundFailed(f"round {round_}: {bad} is no longer finite on the server; a smaller lr may help")
 
-    def _judge(self, engine: Engine, sent: Message, where: str) -> Judge | None:
+    def judge(self, engine: Engine, sent: Message, where: str) -> Judge | None:
         """Who compares the answers, where clients are not known."""
         if not engine.patient:
             return None
-        return Judge(self.setup.config.max_update_ratio, sent, self._norms.setdefault(where, {}))
+        return Judge(self.setup.config.max_update_ratio, sent, self.update_norms.setdefault(where, {}))
 
     def _cohort(self, region: Region, members: IntArray, round_: int) -> list[int]:
         able = self._able.get(region.number) if members is region.clients else None
@@ -303,7 +307,7 @@ class Run:
         gap = 1 if self.setup.hierarchy.flat else self.setup.hierarchy.rounds_per_episode
         return every > 0 and round_ // every > (round_ - gap) // every
 
-    def _follows_meeting(self, round_: int) -> bool:
+    def _follows_aggregation(self, round_: int) -> bool:
         """Whether the regions have just trained for one round on what a meeting that was evaluated gave them."""
         before = self.records[-1] if self.records else {}
         return before.get("round") == round_ - 1 and "student" in before.get("episode", {})
@@ -314,9 +318,7 @@ class Run:
             region.name: tested(engine, self.setup.federation, self.regional_model(region))[0] for region in present
         }
 
-    def _regional_round(
-        self, engine: Engine, region: Region, cohort: list[int], tally: Tally, *, measure: bool
-    ) -> None:
+    def _train_region(self, engine: Engine, region: Region, cohort: list[int], tally: Tally, *, measure: bool) -> None:
         """One round of a federation: of all clients, or of a region's."""
         method, server, round_ = region.method, self.regional[region.number], self.server.round
         began, server.round, server.notes = time.perf_counter(), round_, {}
@@ -331,16 +333,17 @@ class Run:
             wire.up,
             least=self.setup.config.min_clients,
             tick=self.listener.client_done,
-            judge=self._judge(engine, down, str(region.number)),
+            judge=self.judge(engine, down, str(region.number)),
         )
         with self._stream("server layers", region.number):
+            # Nothing has run yet: the clients train while `aggregate` pulls their updates out of the engine's iterator.
             received, attack = iter(uplinks), self.setup.attack
             method.aggregate(server, colluding(attack, method, server, received) if attack.colludes else received)
         tally.add(uplinks, nbytes(down) * len(cohort))
         tally.left_out += self._names(uplinks.dropped) if engine.patient else []
         tally.server_seconds += time.perf_counter() - began - uplinks.waited
 
-    def _merge(self, engine: Engine, present: list[Region], *, compare: bool) -> Record:
+    def _aggregate_regions(self, engine: Engine, present: list[Region], *, compare: bool) -> Record:
         """The end of an episode: one model of all regions' models, for all of them."""
         models = {region.name: self.regional_model(region) for region in present}
         teachers: Record = {}
@@ -367,13 +370,13 @@ class Run:
         """The model of a region: what it would give its own clients."""
         return next(iter(region.method.models(self.regional[region.number]).values()))
 
-    def _conclude(self, engine: Engine) -> None:
+    def _final_exchange(self, engine: Engine) -> None:
         """Ask every client that has data once more."""
         method, config = self.setup.method, self.setup.config
         clients = np.flatnonzero(self.setup.federation.sizes).tolist()
         down = {"model": self.model()}
         answers = engine.run([Conclude(k, config.rounds + 1) for k in clients], down)
-        declared, judge = method.wire(self.setup.task).last, self._judge(engine, down, "last")
+        declared, judge = method.wire(self.setup.task).last, self.judge(engine, down, "last")
         uplinks = Checked(clients, answers, declared, least=config.min_clients, tick=lambda: None, judge=judge)
         with self._stream("last layers"):
             method.conclude(self.server, iter(uplinks))
@@ -403,23 +406,23 @@ class Run:
         """The weights of the model: what the run is for."""
         return next(iter(self._models().values()))
 
-    def _kept(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """What the servers know."""
         kept: dict[str, Any] = {"model": self.server.model, "state": self.server.state}
         if not self.setup.hierarchy.flat:
             kept["regions"] = {str(n): {"model": s.model, "state": s.state} for n, s in self.regional.items()}
-        if self._norms:
-            kept["norms"] = self._norms
+        if self.update_norms:
+            kept["norms"] = self.update_norms
         return kept
 
-    def _take(self, kept: dict[str, Any]) -> None:
+    def load_state(self, kept: dict[str, Any]) -> None:
         self.server.model, self.server.state = kept["model"], kept["state"]
-        self._norms = kept.get("norms", {})
+        self.update_norms = kept.get("norms", {})
         for number, own in kept.get("regions", {}).items():
             self.regional[int(number)].model, self.regional[int(number)].state = own["model"], own["state"]
 
-    def _checkpoint(self) -> None:
-        state = self._kept() | {"settings": self._settings}
+    def checkpoint(self) -> None:
+        state = self.state() | {"settings": self._settings}
         self.directory.checkpoint(self.server.round, state, sorted(self._active_since_checkpoint))
         self._active_since_checkpoint.clear()
 

@@ -130,7 +130,7 @@ class Watcher:
     def finished(self, cell: Cell) -> None: ...
 
 
-def carry_out(cells: Sequence[Cell], *, jobs: int = 0, watcher: Watcher | None = None) -> None:
+def run_cells(cells: Sequence[Cell], *, jobs: int = 0, watcher: Watcher | None = None) -> None:
     """Run the cells that are not finished, as many at a time as there are cores; each then has one worker.
 
     On a GPU they run one at a time, unless `jobs` says otherwise.
@@ -213,7 +213,7 @@ def _one(cell: Cell, workers: int, pipe: Connection, parent: int) -> None:
                 update: dict[str, Any] = {"workers": workers}
                 if again := (cell.path / files.CONFIG).is_file():
                     update |= keeping(RunDirectory.open(cell.path, lock=False).config(), cell.config)
-                api.start(cell.config.model_copy(update=update), cell.path, force=again, listener=_Tell(tell))
+                api.run_config(cell.config.model_copy(update=update), cell.path, force=again, listener=_Tell(tell))
             else:
                 api.resume(cell.path, rounds=cell.config.rounds, device=cell.config.device, listener=_Tell(tell))
     except Exception as error:

@@ -155,7 +155,7 @@ def test_a_server_side_starts_from_the_robust_mean(run_small: RunSmall) -> None:
     proxy = {"pool": 0.1, "proxy": "pool"}
     taught, plain = (
         run_small(name, **QUICK, **proxy, **own)
-        for name, own in (("fedavg+median+feddf", {"steps": 1, "server_lr": 1e-30}), ("fedavg+median", {}))
+        for name, own in (("fedavg+median+feddf", {"server_steps": 1, "server_lr": 1e-30}), ("fedavg+median", {}))
     )
     torch.testing.assert_close(weights(taught), weights(plain), rtol=1e-6, atol=1e-8)
 

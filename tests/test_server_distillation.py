@@ -20,7 +20,7 @@ import fedstill
 from fedstill.core.store import Store
 from fedstill.data.proxy import match_channels
 from fedstill.distill import stage
-from fedstill.distill.ensemble import diversity, label_weights
+from fedstill.distill.ensemble import diversity, label_weights, normalised
 from fedstill.distill.generators import ConditionalGenerator, ShrinkingGenerator, TransposedGenerator
 from fedstill.experiment.config import resolve
 from fedstill.experiment.rundir import RunDirectory
@@ -30,7 +30,7 @@ from fedstill.methods.base import Part, Server, Uplink, fault
 from fedstill.methods.ccvr import pooled
 from fedstill.methods.ccvr import root as ccvr_root
 from fedstill.methods.creff import CReFF, flat, unflat
-from fedstill.methods.dafkd import DaFKD, normalised
+from fedstill.methods.dafkd import DaFKD
 from fedstill.methods.fedhyb import FedHyb
 from fedstill.train.evaluate import Outputs, predict
 from fedstill.train.loop import Batch, Loss
@@ -38,8 +38,8 @@ from fedstill.train.task import Samples, Task
 
 POOL = {"pool": 0.2, "proxy": "pool"}
 SHORT: dict[str, dict[str, Any]] = {
-    "feddf": {"steps": 3},
-    "dafkd": {"batches": 2, "sample_batch": 8},
+    "feddf": {"server_steps": 3},
+    "dafkd": {"batches": 2, "server_batch": 8},
     "fedhyb": {},
     "fedgen": {"generator_steps": 3},
     "fedftg": {"iterations": 1, "server_batch": 4},
@@ -224,7 +224,7 @@ def test_one_sample_clients_with_batchnorm(run_small: RunSmall) -> None:
     own: dict[str, Any]
     for method, own in (("dafkd", {"variant": "no-sharing"}), ("dafkd", {})):
         run = fedstill.run(method, data=data, model=with_batchnorm, rounds=2, participation=1.0, engine="inline",
-                           epochs=1, hyper=own | {"batches": 2, "sample_batch": 8})  # fmt: skip
+                           epochs=1, hyper=own | {"batches": 2, "server_batch": 8})  # fmt: skip
         assert run.summary["dropped"] == 0
 
 
@@ -245,7 +245,7 @@ def test_settings_of_method_objects_are_checked() -> None:
 def test_proxy_data_may_come_from_python_and_not_from_the_clients_own(run_small: RunSmall, tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).random((40, 3, 16, 16), np.float32), np.arange(40) % 4
     mine = fedstill.from_arrays((255 * x).astype(np.uint8), y)
-    result = run_small("feddf", steps=2, proxy=mine, proxy_size=20, out=tmp_path / "run")
+    result = run_small("feddf", server_steps=2, proxy=mine, proxy_size=20, out=tmp_path / "run")
     assert torch.equal(weights(result), weights(fedstill.resume(tmp_path / "run", proxy=mine)))
     with pytest.raises(fedstill.SettingError, match="proxy"):
         fedstill.resume(tmp_path / "run")
@@ -278,7 +278,7 @@ def test_a_count_below_zero_is_dropped() -> None:
 
 
 OFF: list[tuple[str, dict[str, Any]]] = [
-    ("feddf", {"steps": 0}),
+    ("feddf", {"server_steps": 0}),
     ("fedhyb", {"a": 0.0, "eta": 0.0, "nu": 0.0}),
     ("fedbe", {"server_epochs": 0}),
     ("fedftg", {"iterations": 0}),
@@ -336,7 +336,7 @@ def test_each_teacher_sees_each_server_sample_once_a_round(
 
 
 def test_feddf_matches_the_softmax_of_the_mean_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = small_setup("feddf", steps=1)
+    setup = small_setup("feddf", server_steps=1)
     server, ups = fed(setup, tmp_path)
     assert setup.task.proxy is not None
     logits = [predict(setup.task, up["model"], setup.task.proxy).logits.double().numpy() for up in ups]
@@ -475,7 +475,7 @@ class KnownDensity(DaFKD):
 
     def make(self, task: Task, count: int, noise: torch.Generator) -> torch.Tensor:
         value = -1 + torch.randn(count, 1, 1, 1, generator=noise)
-        nothing = sum(p.sum() for p in self.generator(task).params)
+        nothing = sum(p.sum() for p in self.generator(task).net.params)
         return value.expand(-1, 1, 4, 4) + 0 * nothing
 
 
@@ -560,7 +560,7 @@ def test_generators_have_the_published_sizes() -> None:
 
 def test_a_client_side_and_a_server_side_combine(run_small: RunSmall) -> None:
     alone = run_small("fedgkd", **POOL, buffer=2, gamma=1.0)
-    both = run_small("fedgkd+feddf", **POOL, buffer=2, gamma=1.0, steps=0)
+    both = run_small("fedgkd+feddf", **POOL, buffer=2, gamma=1.0, server_steps=0)
     assert torch.equal(weights(alone), weights(both))
     taught = run_small("fedhkd+dafkd", **POOL, **SHORT["dafkd"])
     assert taught.summary["dropped"] == 0

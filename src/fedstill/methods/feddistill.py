@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
@@ -17,6 +16,7 @@ from fedstill.methods.fedavg import FedAvg
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs
 from fedstill.train.loop import Batch, Objective
+from fedstill.train.losses import soft_kl_each
 from fedstill.train.task import Task
 
 
@@ -57,9 +57,8 @@ class FedDistillPlus(FedAvg):
             counts.index_add_(0, batch.y, torch.ones(len(batch.y)))
             if not teaching:
                 return torch.zeros(())
-            # KL(softmax(class logits) || p), for samples of classes that have been heard of
-            each = F.kl_div(out.logits.log_softmax(1), targets[batch.y], reduction="none").sum(1)
-            return self.c * (each * known[batch.y]).mean()
+            each = soft_kl_each(targets[batch.y], out.logits)
+            return self.c * (each * known[batch.y]).mean()  # of classes that somebody has sent logits of
 
         return Objective(term=term)
 

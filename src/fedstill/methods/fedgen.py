@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedstill.core.tree import Message
-from fedstill.core.weights import FlatNet
+from fedstill.distill.auxiliary import Auxiliary
 from fedstill.distill.ensemble import diversity, label_weights, load_teachers
 from fedstill.distill.generators import FeatureGenerator
 from fedstill.methods.base import Part, Server, Uplink, Wire
@@ -50,13 +50,13 @@ class FedGen(ServerSide):
 
     def wire(self, task: Task) -> Wire:
         inner = super().wire(task)
-        generator = Part((self.generator(task).size,), "generator of features", task.dtype)
+        generator = Part((self.generator(task).net.size,), "generator of features", task.dtype)
         counts = Part((task.classes,), "samples of each class", least=0)
         return Wire(inner.down | {"feature_generator": generator}, inner.up | {"counts": counts})
 
     def start(self, server: Server) -> None:
         super().start(server)
-        server.state |= {"feature_generator": self.new_generator(server.task).read(), "generator optimizer": {}}
+        server.state |= {"feature_generator": self.generator(server.task).initial(), "generator optimizer": {}}
 
     def downlink(self, server: Server) -> Message:
         return super().downlink(server) | {"feature_generator": server.state["feature_generator"]}
@@ -66,9 +66,7 @@ class FedGen(ServerSide):
         if client.round == 1 or self.alpha == self.beta == 0:
             return inner
         task, rng = client.task, client.rng("generated")
-        generator = self.generator(task)
-        generator.load(client.down["feature_generator"])
-        module = generator.module.eval()
+        module = self.generator(task).load(client.down["feature_generator"]).module.eval()
         fade = self.decay ** (client.round - 1)
 
         def make(y: Tensor) -> Tensor:
@@ -93,9 +91,7 @@ class FedGen(ServerSide):
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         """Train the generator so that the clients' heads recognise what it makes of a label."""
         task, rng = server.task, server.rng("generator")
-        generator = self.generator(task)
-        generator.load(server.state["feature_generator"])
-        generator.module.train()
+        generator = self.generator(task).load(server.state["feature_generator"])
         adam = Adam(
             generator.params,
             self.generator_lr * self.decay ** (server.round - 1),
@@ -115,13 +111,11 @@ class FedGen(ServerSide):
             descend(loss, generator.params, adam)
         server.state |= {"feature_generator": generator.read(), "generator optimizer": adam.state()}
 
-    def generator(self, task: Task) -> FlatNet:
-        """This process's generator network, to load weights into."""
+    def generator(self, task: Task) -> Auxiliary:
         role = f"fedgen generator {self.hidden} {self.z_dim}"
-        return task.nets.get(role, lambda: self.new_generator(task))
-
-    def new_generator(self, task: Task) -> FlatNet:
-        def build() -> FlatNet:
-            return FlatNet(FeatureGenerator(task.classes, task.feature_dim, self.hidden, self.z_dim))
-
-        return task.seeded("generator", build)
+        return Auxiliary(
+            task,
+            role,
+            "generator",
+            lambda: FeatureGenerator(task.classes, task.feature_dim, self.hidden, self.z_dim),
+        )

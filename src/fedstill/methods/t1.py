@@ -43,13 +43,7 @@ class T1(Modifier):
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         latest = LatestMean.restore(server.store, server.state[_STATE])
-
-        def remembered() -> Iterator[Uplink]:
-            for up in uplinks:
-                latest.replace(up.client, server.round, up["model"], int(server.sizes[up.client]))
-                yield up
-
-        super().aggregate(server, remembered())
+        super().aggregate(server, latest.updated(uplinks, server.round, server.sizes))
         server.state[_STATE] = latest.state()
 
     def models(self, server: Server) -> dict[str, Tensor]:

@@ -172,7 +172,7 @@ class Worker:
         """What a client that has trained answers; it began at this moment of the clock."""
         message, declared = self.method.uplink(client), self.method.wire(self.task).up
         if self.attack.on_updates and client.id in self.attack.clients and fault(message, declared) is None:
-            forged = self.attack.forged(message["model"], client.down["model"], client.flat, client.rng("attack"))
+            forged = self.attack.forged(message["model"], client.down["model"], client.flat, client.stream("attack"))
             message = message | {"model": forged}
         # A client whose answer the server will drop keeps the state it had.
         if client.touched_state and fault(message, declared) is None:

@@ -145,7 +145,11 @@ class Server:
         return ask(self.task, teachers, samples, self._threads)
 
     def rng(self, purpose: str) -> torch.Generator:
-        """A random stream of the server's own, for one purpose in this round."""
+        """A random stream for one purpose of the server in this round: never one that the library draws from."""
+        return self.stream(f"own: {purpose}")
+
+    def stream(self, purpose: str) -> torch.Generator:
+        """The library's own streams; a method declares those it draws from in `streams`."""
         where = (self.round, self.region) if self.region else (self.round,)
         return seeds.torch_rng(self.task.seed, f"server: {purpose}", *where)
 
@@ -160,6 +164,11 @@ class Method:
     needs_server_labels: ClassVar[bool] = False  # samples with labels on the server: the setting `pool`
     changes_model: ClassVar[bool] = False
     extra_information: ClassVar[str] = ""  # what clients reveal beyond weights, in words
+    # Names that methods which are composed may not share: keys of `server.state` and of `client.state`, and purposes of
+    # the random streams it draws from.
+    server_keys: ClassVar[tuple[str, ...]] = ()
+    client_keys: ClassVar[tuple[str, ...]] = ()
+    streams: ClassVar[tuple[str, ...]] = ()
 
     def needs(self) -> Needs:
         """What this method, with these settings, asks for."""
@@ -219,12 +228,6 @@ class Method:
         """A client's round up to its training."""
         self.receive(client)
         return self.objective(client)
-
-    @final
-    def local(self, client: Client) -> Message:
-        """A client's whole round."""
-        client.fit(self.set_out(client))
-        return self.uplink(client)
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         """4. Update `server` from the uplinks, which come one at a time and in a fixed order.

@@ -30,6 +30,8 @@ class CCVR(Modifier):
     name: ClassVar[str] = "ccvr"
     paper: ClassVar[str] = "Luo et al. 2021"
     extra_information: ClassVar[str] = "mean, covariance and number of each class's features, once"
+    server_keys: ClassVar[tuple[str, ...]] = ("ccvr",)
+    streams: ClassVar[tuple[str, ...]] = ("virtual features", "calibration")
 
     virtual: Annotated[int, Ge(1), "features drawn of each class"] = 200
     calibration_epochs: Annotated[int, Ge(0), "epochs over them"] = 10
@@ -70,7 +72,7 @@ class CCVR(Modifier):
 
     def conclude(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         counts, means, covariances = pooled(uplinks)
-        rng = server.rng("virtual features")
+        rng = server.stream("virtual features")
         features, labels = [], []
         for c in torch.nonzero(counts > 1).flatten().tolist():
             spread = root(covariances[c])
@@ -89,7 +91,7 @@ class CCVR(Modifier):
         net = load_for_evaluation(server.task, model, "calibrated")
         head = classifier(net).head
         sgd = SGD(head.parameters(), self.calibration_lr)
-        order = server.rng("calibration")
+        order = server.stream("calibration")
         for _ in range(self.calibration_epochs):
             for ids in torch.split(torch.randperm(len(y), generator=order), self.calibration_batch):
                 sgd.clear()

@@ -37,6 +37,9 @@ class DaFKD(Distilling):
 
     name: ClassVar[str] = "dafkd"
     paper: ClassVar[str] = "Wang et al. 2023"
+    server_keys: ClassVar[tuple[str, ...]] = ("generator",)
+    client_keys: ClassVar[tuple[str, ...]] = ("discriminator",)
+    streams: ClassVar[tuple[str, ...]] = ("adversarial noise",)
 
     uniform: Annotated[bool, "average the clients' weights uniformly (Eq. 6), not by sample counts"] = True
     variant: Annotated[Variant, "full, or an ablation: no-sharing (of the trunk), no-correlation, no-distill"] = "full"
@@ -50,9 +53,7 @@ class DaFKD(Distilling):
     adv_epochs: Annotated[int, Ge(0), "and only in a round's first epochs; 0: in all"] = 0
     batches: Annotated[int, Ge(1), "generated batches a round for the distillation"] = 40
     server_batch: Annotated[int, Ge(2), "B: samples in each, and the batch size of the distillation"] = 32
-    logit_T: Annotated[float, Ge(0), "average logits and match them at this temperature; 0: probabilities (Eq. 8)"] = (
-        0.0
-    )
+    logit_T: Annotated[float, Ge(0), "average logits, matched at this temperature; 0: probabilities (Eq. 8)"] = 0.0
     server_epochs: Annotated[int, Ge(0), "epochs of the distillation"] = 5
 
     def check(self, task: Task) -> None:
@@ -85,13 +86,13 @@ class DaFKD(Distilling):
         return self.variant in ("full", "no-sharing")
 
     def needs(self) -> Needs:
-        told = "a generator trained on its data"
+        revealed = "a generator trained on its data"
         if self.judged and self.private:
-            told += ", and weighted predictions of which its discriminator can be worked out"
+            revealed += ", and weighted predictions of which its discriminator can be worked out"
         elif self.judged:
-            told = "a generator and a discriminator trained on its data"
+            revealed = "a generator and a discriminator trained on its data"
         inner = self.inner.needs()
-        return replace(inner, extra_information=(*inner.extra_information, told))
+        return replace(inner, extra_information=(*inner.extra_information, revealed))
 
     def start(self, server: Server) -> None:
         super().start(server)
@@ -114,7 +115,7 @@ class DaFKD(Distilling):
         if self.adv_rounds and client.round > self.adv_rounds:
             return inner
         adam = Adam(params, self.generator_lr)
-        noise, step = client.rng("adversarial noise"), 0
+        noise, step = client.stream("adversarial noise"), 0
         a_pass = steps_of(len(client.data), task.local) // task.local.epochs
         last = self.adv_epochs * a_pass if self.adv_epochs else None
 

@@ -23,6 +23,7 @@ class FedBE(Distilling):
     paper: ClassVar[str] = "Chen & Chao 2021"
     needs_proxy_data: ClassVar[bool] = True
     training: ClassVar[LocalTraining] = LocalTraining(optimizer="sgd", momentum=0.9, weight_decay=1e-5)
+    streams: ClassVar[tuple[str, ...]] = ("ensemble",)
 
     samples: Annotated[int, Ge(0), "models drawn; 0 with clients_teach is plain ensemble distillation"] = 10
     distribution: Annotated[Literal["gaussian", "dirichlet"], "of the updates, or of the clients' shares"] = "gaussian"
@@ -45,7 +46,7 @@ class FedBE(Distilling):
 
     def draw(self, server: Server, models: Tensor) -> list[Tensor]:
         """Weights drawn from the distribution that the clients' weights (K, size) suggest."""
-        rng = server.rng("ensemble")
+        rng = server.stream("ensemble")
         if self.distribution == "dirichlet":
             # Dir(1, …, 1) by normalised exponentials
             raw = torch.empty(self.samples, len(models), dtype=torch.float64).exponential_(generator=rng)

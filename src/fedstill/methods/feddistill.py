@@ -27,6 +27,7 @@ class FedDistillPlus(FedAvg):
     name: ClassVar[str] = "feddistill-plus"
     paper: ClassVar[str] = "Seo et al. 2020"
     extra_information: ClassVar[str] = "mean logits of each class, and which classes it has"
+    server_keys: ClassVar[tuple[str, ...]] = ("logits", "known")
 
     c: Annotated[float, Ge(0), "weight of the class logits"] = 1.0
 
@@ -97,6 +98,7 @@ class FedDistill(FedDistillPlus):
 
     name: ClassVar[str] = "feddistill"
     paper: ClassVar[str] = "Jeong et al. 2018"
+    client_keys: ClassVar[tuple[str, ...]] = ("model",)
 
     @property
     def global_model(self) -> bool:

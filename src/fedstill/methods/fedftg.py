@@ -32,6 +32,8 @@ class FedFTG(ServerSide):
     name: ClassVar[str] = "fedftg"
     paper: ClassVar[str] = "Zhang et al. 2022"
     extra_information: ClassVar[str] = "number of samples of each class"
+    server_keys: ClassVar[tuple[str, ...]] = ("image generator",)
+    streams: ClassVar[tuple[str, ...]] = ("image generator",)
 
     iterations: Annotated[int, Ge(0), "turns of generator and student a round"] = 10
     student_steps: Annotated[int, Ge(1), "steps of the student in each"] = 5
@@ -61,7 +63,7 @@ class FedFTG(ServerSide):
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         if self.iterations == 0:
             return
-        task, rng = server.task, server.rng("image generator")
+        task, rng = server.task, server.stream("image generator")
         generator = self.generator(task).load(server.state["image generator"])
         flat = task.nets.get("distilled")
         flat.load(server.model)

@@ -31,6 +31,8 @@ class FedGen(ServerSide):
     name: ClassVar[str] = "fedgen"
     paper: ClassVar[str] = "Zhu et al. 2021"
     extra_information: ClassVar[str] = "number of samples of each class"
+    server_keys: ClassVar[tuple[str, ...]] = ("feature_generator", "generator optimizer")
+    streams: ClassVar[tuple[str, ...]] = ("generated", "generator")
 
     alpha: Annotated[float, Ge(0), "weight of the generated features' cross-entropy on clients"] = 10.0
     beta: Annotated[float, Ge(0), "weight of the generated features' predictions on clients"] = 10.0
@@ -65,7 +67,7 @@ class FedGen(ServerSide):
         inner = super().objective(client)
         if client.round == 1 or self.alpha == self.beta == 0:
             return inner
-        task, rng = client.task, client.rng("generated")
+        task, rng = client.task, client.stream("generated")
         module = self.generator(task).load(client.down["feature_generator"]).module.eval()
         fade = self.decay ** (client.round - 1)
 
@@ -90,7 +92,7 @@ class FedGen(ServerSide):
 
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         """Train the generator so that the clients' heads recognise what it makes of a label."""
-        task, rng = server.task, server.rng("generator")
+        task, rng = server.task, server.stream("generator")
         generator = self.generator(task).load(server.state["feature_generator"])
         adam = Adam(
             generator.params,

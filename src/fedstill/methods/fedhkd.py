@@ -28,6 +28,8 @@ class FedHKD(FedAvg):
     name: ClassVar[str] = "fedhkd"
     paper: ClassVar[str] = "Chen et al. 2023"
     extra_information: ClassVar[str] = "mean feature, mean soft prediction and number of samples of each class"
+    server_keys: ClassVar[tuple[str, ...]] = ("class_features", "class_predictions", "counts")
+    streams: ClassVar[tuple[str, ...]] = ("feature noise",)
 
     lambda_: Annotated[float, Ge(0), "weight of the soft predictions"] = 0.05
     gamma: Annotated[float, Ge(0), "weight of the features"] = 0.05
@@ -83,7 +85,7 @@ class FedHKD(FedAvg):
         counts = torch.bincount(client.data.y, minlength=client.task.classes).float()
         means = [class_means(values, client.data.y, client.task.classes) for values in (features, predictions)]
         if self.noise:
-            means[0] += self.noise * torch.randn(means[0].shape, generator=client.rng("feature noise"))
+            means[0] += self.noise * torch.randn(means[0].shape, generator=client.stream("feature noise"))
         return super().uplink(client) | {"class_features": means[0], "class_predictions": means[1], "counts": counts}
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:

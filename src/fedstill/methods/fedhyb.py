@@ -35,7 +35,8 @@ class FedHyb(Distilling):
     name: ClassVar[str] = "fedhyb"
     paper: ClassVar[str] = "Liu et al. 2024"
     needs_proxy_data: ClassVar[bool] = True
-    stream: ClassVar[str] = "hybrid distillation"
+    order_stream: ClassVar[str] = "hybrid distillation"
+    streams: ClassVar[tuple[str, ...]] = ("sub-networks",)
 
     a: Annotated[float, Ge(0), "weight of the self-distillation"] = 1.0
     eta: Annotated[float, Ge(0), "weight of the predictions on the server"] = 1.0
@@ -81,7 +82,7 @@ class FedHyb(Distilling):
         inner = super().objective(client)
         if not self.on_clients:
             return inner
-        rng = client.rng("sub-networks")
+        rng = client.stream("sub-networks")
 
         def term(batch: Batch, out: Outputs) -> Tensor:
             """a sum_m beta_m KL(softmax(q) || softmax(sub_m(R_m x))); the full network teaches and is not taught."""

@@ -33,6 +33,9 @@ class FedKF(FedAvg):
 
     name: ClassVar[str] = "fedkf"
     paper: ClassVar[str] = "Zhou et al. 2022"
+    server_keys: ClassVar[tuple[str, ...]] = ("cache", "oca")
+    client_keys: ClassVar[tuple[str, ...]] = ("generator", "optimizer")
+    streams: ClassVar[tuple[str, ...]] = ("noise",)
 
     gamma: Annotated[float, Ge(0), "weight of the teacher, Eq. 7"] = 1.0
     lambda1: Annotated[float, Ge(0), "weight of the generator's cross-entropy, Eq. 4"] = 0.01
@@ -98,7 +101,7 @@ class FedKF(FedAvg):
         net = generator.load(kept["generator"] if "generator" in kept else generator.initial())
         adam = Adam(net.params, self.beta)
         adam.restore(kept.get("optimizer", {}))
-        noise = client.rng("noise")
+        noise = client.stream("noise")
         pictures: Tensor  # of this step, with the graph to the generator
         taught: Outputs  # what the teacher says of them
 

@@ -31,7 +31,7 @@ class LKD(Distilling):
     paper: ClassVar[str] = "Nguyen et al. 2022"
     needs_server_labels: ClassVar[bool] = True
     stage: ClassVar[str] = "lkd"  # what a distillation is called in the records
-    stream: ClassVar[str] = "label-driven distillation"
+    order_stream: ClassVar[str] = "label-driven distillation"
 
     Tw: Annotated[float, Ge(0), "how sharply reliability counts; 0: all teachers alike"] = 4.0
     T: Annotated[float, Gt(0), "temperature of the distillation"] = 3.0

@@ -68,7 +68,7 @@ class Distilling(ServerSide):
     """
 
     training: ClassVar[LocalTraining] = LocalTraining(optimizer="adam")  # the rest of it is set below
-    stream: ClassVar[str] = "distillation"  # of the order of the samples
+    order_stream: ClassVar[str] = "distillation"  # of the order of the samples
 
     server_lr: Annotated[float, Gt(0), "learning rate of the distillation (Adam)"] = 1e-3
     server_batch: Annotated[int, Ge(1), "batch size of the distillation"] = 128
@@ -88,4 +88,10 @@ class Distilling(ServerSide):
             self.training, epochs=epochs, steps_per_epoch=steps, batch_size=self.server_batch, lr=self.server_lr
         )
         start = server.model if start is None else start
-        server.model = distil(server.task, start, samples, loss, training, server.rng(self.stream))
+        server.model = distil(server.task, start, samples, loss, training, server.stream(self.own_order_stream))
+
+    @property
+    def own_order_stream(self) -> str:
+        """A stream that no other part of the composition draws the order of its samples from."""
+        others = [part.order_stream for part in self.inner.parts() if isinstance(part, Distilling)]
+        return f"{self.name}: {self.order_stream}" if self.order_stream in others else self.order_stream

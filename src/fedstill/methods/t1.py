@@ -23,6 +23,7 @@ class T1(Modifier):
 
     name: ClassVar[str] = "t1"
     paper: ClassVar[str] = "Zhou et al. 2022"
+    server_keys: ClassVar[tuple[str, ...]] = ("t1",)
 
     cache_init: Annotated[CacheInit, "clients never active: left out (seen), or with the initial weights (w0)"] = "seen"
 
@@ -38,8 +39,8 @@ class T1(Modifier):
         return True
 
     def start(self, server: Server) -> None:
-        server.state[_STATE] = LatestMean.start(server.store, server.model, server.sizes, self.cache_init).state()
         super().start(server)
+        server.state[_STATE] = LatestMean.start(server.store, server.model, server.sizes, self.cache_init).state()
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         latest = LatestMean.restore(server.store, server.state[_STATE])

@@ -1,4 +1,4 @@
-"""Distillation on the server: teachers that are asked once, and the one training loop."""
+"""Distillation on the server: outputs of the teachers, computed once, and training on them."""
 
 from __future__ import annotations
 
@@ -51,27 +51,27 @@ def _ask_at_once(task: Task, teachers: Sequence[Tensor], samples: Samples, at_on
         return list(pool.map(one, teachers))
 
 
-def mean_probabilities(answers: Sequence[Outputs], weights: Tensor | None = None) -> Tensor:
+def mean_probabilities(outputs: Sequence[Outputs], weights: Tensor | None = None) -> Tensor:
     """The ensemble's soft prediction (N, C): each teacher's softmax, by weights (K,) or (K, N); uniform if None."""
-    return _mean(torch.stack([a.logits.softmax(1) for a in answers]), weights)
+    return _mean(torch.stack([a.logits.softmax(1) for a in outputs]), weights)
 
 
-def mean_logits(answers: Sequence[Outputs], weights: Tensor | None = None) -> Tensor:
+def mean_logits(outputs: Sequence[Outputs], weights: Tensor | None = None) -> Tensor:
     """The same mean, of the teachers' logits."""
-    return _mean(torch.stack([a.logits for a in answers]), weights)
+    return _mean(torch.stack([a.logits for a in outputs]), weights)
 
 
-def _mean(said: Tensor, weights: Tensor | None) -> Tensor:
+def _mean(outputs: Tensor, weights: Tensor | None) -> Tensor:
     """(K, N, C) over the teachers."""
     if weights is None:
-        return said.mean(0)
-    weights = weights if weights.dim() == 2 else weights.unsqueeze(1).expand(-1, said.shape[1])
-    return torch.einsum("kn,knc->nc", weights, said)
+        return outputs.mean(0)
+    weights = weights if weights.dim() == 2 else weights.unsqueeze(1).expand(-1, outputs.shape[1])
+    return torch.einsum("kn,knc->nc", weights, outputs)
 
 
-def mean_features(answers: Sequence[Outputs]) -> Tensor:
+def mean_features(outputs: Sequence[Outputs]) -> Tensor:
     """The teachers' mean penultimate features (N, d)."""
-    return torch.stack([a.features for a in answers]).mean(0)
+    return torch.stack([a.features for a in outputs]).mean(0)
 
 
 def match_probabilities(targets: Tensor, temperature: float = 1.0) -> Loss:

@@ -82,7 +82,7 @@ class DaFKD(Distilling):
 
     @property
     def judged(self) -> bool:
-        """Whether the server needs to know what the discriminators say."""
+        """Whether the server needs to know the outputs of the discriminators."""
         return self.variant in ("full", "no-sharing")
 
     def needs(self) -> Needs:
@@ -132,19 +132,19 @@ class DaFKD(Distilling):
             if not active():
                 return torch.zeros(())
             if out.extra is None:  # a trunk of the discriminator's own
-                said = torch.cat([judge(batch.x), judge(inputs(batch))])
+                logit = torch.cat([judge(batch.x), judge(inputs(batch))])
             else:
-                said = judge.head(torch.cat([out.features, out.extra.features])).squeeze(1)
-            real = (torch.arange(len(said)) < len(batch.y)).float()
-            return F.binary_cross_entropy_with_logits(said, real)
+                logit = judge.head(torch.cat([out.features, out.extra.features])).squeeze(1)
+            real = (torch.arange(len(logit)) < len(batch.y)).float()
+            return F.binary_cross_entropy_with_logits(logit, real)
 
         def after(batch: Batch) -> None:  # the generator ascends Eq. 3, in its non-saturating form
             nonlocal step
             if active():
                 made = generator.draw(max(2, len(batch.y)), noise)
                 with statistics_kept(judge.trunk or client.net):
-                    said = judge(made) if judge.trunk else judge.head(client.net.features(made)).squeeze(1)
-                descend(-F.logsigmoid(said).mean(), params, adam)
+                    logit = judge(made) if judge.trunk else judge.head(client.net.features(made)).squeeze(1)
+                descend(-F.logsigmoid(logit).mean(), params, adam)
             step += 1
 
         return inner + Objective(term, inputs=None if judge.trunk else inputs, after=after, modules=(judge,))
@@ -158,9 +158,9 @@ class DaFKD(Distilling):
         if not self.private:
             return up | {"discriminator": client.state["discriminator"]}
         pseudo = self.pseudo(task, client.down["generator"], client.round)
-        said = predict(task, up["model"], pseudo)
-        weight = self.correlations(task, [client.state["discriminator"]], [said], pseudo)[0]
-        return up | {"predictions": weight.unsqueeze(1) * said.logits.softmax(1)}
+        predicted = predict(task, up["model"], pseudo)
+        weight = self.correlations(task, [client.state["discriminator"]], [predicted], pseudo)[0]
+        return up | {"predictions": weight.unsqueeze(1) * predicted.logits.softmax(1)}
 
     # --- server -------------------------------------------------------------------------------------------------
 
@@ -179,23 +179,23 @@ class DaFKD(Distilling):
             targets = (weighted / weighted.sum(1, keepdim=True)).float()
         else:
             pseudo = self.pseudo(task, server.state["generator"], server.round)
-            answers = server.ask([up["model"] for up in uplinks], pseudo)
+            outputs = server.ask([up["model"] for up in uplinks], pseudo)
             weights = None
             if self.judged:
-                weights = normalised(self.correlations(task, [up["discriminator"] for up in uplinks], answers, pseudo))
+                weights = normalised(self.correlations(task, [up["discriminator"] for up in uplinks], outputs, pseudo))
             if self.logit_T:
-                targets = (mean_logits(answers, weights) / self.logit_T).softmax(1)
+                targets = (mean_logits(outputs, weights) / self.logit_T).softmax(1)
             else:
-                targets = mean_probabilities(answers, weights)  # Eq. 8
+                targets = mean_probabilities(outputs, weights)  # Eq. 8
         self.distil(server, pseudo, match_probabilities(targets, self.logit_T or 1.0), epochs=self.server_epochs)
 
     @torch.no_grad()
-    def correlations(self, task: Task, judges: list[Tensor], answers: list[Outputs], pseudo: Samples) -> Tensor:
+    def correlations(self, task: Task, judges: list[Tensor], outputs: list[Outputs], pseudo: Samples) -> Tensor:
         """alpha_{k,i} = D_k(x_i), (K, N), on the features that client k's own trained trunk gives."""
         discriminator, x = self.discriminator(task), pseudo.x(torch.arange(len(pseudo)))
         rows = []
-        for weights, answer in zip(judges, answers, strict=True):
-            rows.append(discriminator.load(weights).module.eval()(x, answer.features).sigmoid())
+        for weights, out in zip(judges, outputs, strict=True):
+            rows.append(discriminator.load(weights).module.eval()(x, out.features).sigmoid())
         return torch.stack(rows)
 
     def pseudo(self, task: Task, generator: Tensor, round_: int) -> Samples:

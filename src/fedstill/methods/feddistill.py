@@ -82,10 +82,10 @@ class FedDistillPlus(FedAvg):
                 yield up
 
         self.average(server, collected())
-        heard = counts > 0  # a class that nobody had in this round keeps what was known of it
+        present = counts > 0  # a class that nobody had in this round keeps what was known of it
         fresh = (sums / counts.clamp(min=1).unsqueeze(1)).float()
-        server.state["logits"] = torch.where(heard.unsqueeze(1), fresh, server.state["logits"])
-        server.state["known"] = torch.maximum(server.state["known"], heard.float())
+        server.state["logits"] = torch.where(present.unsqueeze(1), fresh, server.state["logits"])
+        server.state["known"] = torch.maximum(server.state["known"], present.float())
 
     def average(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         """What becomes of the weights."""

@@ -79,8 +79,8 @@ class FedFTG(ServerSide):
             student.eval()  # the generator's steps leave its statistics alone
             for weight, teacher in zip(weights, teachers, strict=True):
                 made = generator.module(z, y)
-                said, taught = logits(student, made), logits(teacher, made)
-                differ = (weight[y].unsqueeze(1) * (said - taught.detach()).abs()).mean()
+                student_logits, taught = logits(student, made), logits(teacher, made)
+                differ = (weight[y].unsqueeze(1) * (student_logits - taught.detach()).abs()).mean()
                 known = (weight[y] * F.cross_entropy(taught, y, reduction="none")).mean()
                 spread = diversity(z, made) / len(teachers)
                 loss = -differ + self.lambda_cls * known + self.lambda_dis * spread

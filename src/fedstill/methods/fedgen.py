@@ -80,8 +80,8 @@ class FedGen(ServerSide):
             y = torch.randint(0, task.classes, (self.generator_batch,), generator=rng)
             by_label = F.cross_entropy(client.net.head(make(y)), y)
             with torch.no_grad():
-                said = client.net.head(make(batch.y))
-            by_prediction = kl(said, out.logits)
+                taught = client.net.head(make(batch.y))
+            by_prediction = kl(taught, out.logits)
             return fade * (self.alpha * by_label + self.beta * by_prediction)
 
         return inner + Objective(term=term)

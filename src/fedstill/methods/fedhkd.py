@@ -67,8 +67,8 @@ class FedHKD(FedAvg):
         features, predictions = client.down["class_features"], client.down["class_predictions"]
 
         def term(batch: Batch, out: Outputs) -> Tensor:
-            said = client.net.head(features[known]) / self.T
-            by_prediction = soft_kl(predictions[known], said)
+            logits = client.net.head(features[known]) / self.T
+            by_prediction = soft_kl(predictions[known], logits)
             each = F.mse_loss(out.features, features[batch.y], reduction="none").mean(1)
             by_feature = (each * known[batch.y]).mean()
             return self.lambda_ * by_prediction + self.gamma * by_feature
@@ -79,9 +79,9 @@ class FedHKD(FedAvg):
     def uplink(self, client: Client) -> Message:
         """The trained model, and what it makes of each class on the client's data."""
         client.net.eval()
-        said = [outputs(client.net, x) for x in client.data.parts(EVAL_BATCH)]
-        features = torch.cat([o.features for o in said])
-        predictions = (torch.cat([o.logits for o in said]) / self.T).softmax(1)
+        batches = [outputs(client.net, x) for x in client.data.parts(EVAL_BATCH)]
+        features = torch.cat([o.features for o in batches])
+        predictions = (torch.cat([o.logits for o in batches]) / self.T).softmax(1)
         counts = torch.bincount(client.data.y, minlength=client.task.classes).float()
         means = [class_means(values, client.data.y, client.task.classes) for values in (features, predictions)]
         if self.noise:
@@ -101,11 +101,11 @@ class FedHKD(FedAvg):
                 yield up
 
         super().aggregate(server, collected())
-        heard = counts > 0  # a class that nobody had in this round keeps what was known of it
+        present = counts > 0  # a class that nobody had in this round keeps what was known of it
         for name in names:
             fresh = (sums[name] / counts.clamp(min=1).unsqueeze(1)).float()
-            server.state[name] = torch.where(heard.unsqueeze(1), fresh, server.state[name])
-        server.state["counts"] = torch.where(heard, counts.float(), server.state["counts"])
+            server.state[name] = torch.where(present.unsqueeze(1), fresh, server.state[name])
+        server.state["counts"] = torch.where(present, counts.float(), server.state["counts"])
 
 
 def class_means(values: Tensor, labels: Tensor, classes: int) -> Tensor:

@@ -90,8 +90,8 @@ class FedHyb(Distilling):
             for m in range(self.M):
                 width = self.min_width + (1 - self.min_width) * (float(torch.rand((), generator=rng)) if m else 0.0)
                 with slimmed(client.net, width) as sub:
-                    said = logits(sub, self.transformed(batch.x, rng))
-                total = total + self.weighted(out.logits.detach(), said, batch.y)
+                    student = logits(sub, self.transformed(batch.x, rng))
+                total = total + self.weighted(out.logits.detach(), student, batch.y)
             return self.a * total
 
         return inner + Objective(term=term)
@@ -122,8 +122,8 @@ class FedHyb(Distilling):
         if not self.on_server:
             return
         samples = self.samples(server)
-        answers = server.ask([up["model"] for up in uplinks], samples)
-        probabilities, features = mean_probabilities(answers), mean_features(answers)  # Eq. 6 and 7
+        outputs = server.ask([up["model"] for up in uplinks], samples)
+        probabilities, features = mean_probabilities(outputs), mean_features(outputs)  # Eq. 6 and 7
 
         def loss(batch: Batch, out: Outputs) -> Tensor:
             by_prediction = soft_kl(probabilities[batch.ids], out.logits)

@@ -103,7 +103,7 @@ class FedKF(FedAvg):
         adam.restore(kept.get("optimizer", {}))
         noise = client.stream("noise")
         pictures: Tensor  # of this step, with the graph to the generator
-        taught: Outputs  # what the teacher says of them
+        taught: Outputs  # the outputs of the teacher for them
 
         def generator_step(pictures: Tensor, taught: Outputs) -> None:
             loss = self.generator_loss(taught)
@@ -138,7 +138,7 @@ class FedKF(FedAvg):
         return Objective(term=term, inputs=inputs, after=None if self.gen_first else after, done=done)
 
     def generator_loss(self, taught: Outputs) -> Tensor:
-        """L_IE + lambda1 L_CE + lambda2 L_A, from what the teacher says of generated samples: Eq. 1 to 4."""
+        """L_IE + lambda1 L_CE + lambda2 L_A, from the outputs of the teacher for generated samples: Eq. 1 to 4."""
         logits, features = taught.logits, taught.features
         mean = logits.softmax(1).mean(0).clamp(min=1e-12)
         l_ie = (mean * mean.log()).sum()

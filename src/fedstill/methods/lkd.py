@@ -69,14 +69,14 @@ class LKD(Distilling):
         """Distil the teachers, and the old model, into `server.model`, which is their average so far."""
         began = time.perf_counter()
         pool = self.pool(server)
-        answers = server.ask(teachers, pool.samples)  # once; so is everything that follows from them
-        auc = torch.stack([class_auc(a.logits[pool.checked], pool.samples.y[pool.checked]) for a in answers])
+        outputs = server.ask(teachers, pool.samples)  # once; so is everything that follows from them
+        auc = torch.stack([class_auc(a.logits[pool.checked], pool.samples.y[pool.checked]) for a in outputs])
         beta = among_teachers(auc, self.Tw)
         gap = beta.max(0).values - beta.min(0).values
         distils = self.distils(gap)
         if distils and self.server_epochs:
             start = server.model if self.student_init == "avg" else old
-            loss = self.joint_loss(server, pool, answers, beta, old)
+            loss = self.joint_loss(server, pool, outputs, beta, old)
             self.distil(server, pool.samples.take(pool.taught), loss, epochs=self.server_epochs, start=start)
         server.notes |= {
             "stage": self.stage if distils and self.server_epochs else "average",
@@ -92,11 +92,11 @@ class LKD(Distilling):
     def disagreement(self, gap: Tensor) -> float:
         return float(gap.max())
 
-    def joint_loss(self, server: Server, pool: Split, answers: Sequence[Outputs], beta: Tensor, old: Tensor) -> Loss:
+    def joint_loss(self, server: Server, pool: Split, outputs: Sequence[Outputs], beta: Tensor, old: Tensor) -> Loss:
         """lambda1 sum_r L_r + lambda2 L_upd + lambda3 L_CE (Eq. 9), each a mean over the batch."""
-        said = torch.stack([a.logits[pool.taught] for a in answers])  # (R, N, C)
-        lambda1, lambda2 = self.coefficients(len(answers))
-        by_teachers = SoftTargets.of(said, by_prediction(beta, said).to(said.dtype), self.T)
+        logits = torch.stack([a.logits[pool.taught] for a in outputs])  # (R, N, C)
+        lambda1, lambda2 = self.coefficients(len(outputs))
+        by_teachers = SoftTargets.of(logits, by_prediction(beta, logits).to(logits.dtype), self.T)
         by_old = self.from_old(server, pool, old) if self.update else None
 
         def loss(batch: Batch, out: Outputs) -> Tensor:
@@ -122,9 +122,9 @@ class LKD(Distilling):
         """beta_old KL(old || student) of each sample; beta_old compares the two anew in every epoch (Eq. 4, 8)."""
         task, y = server.task, pool.samples.y[pool.checked]
         checked = pool.samples.take(pool.checked)
-        said = predict(task, old, pool.samples)
-        own = said.logits[pool.taught].unsqueeze(0)
-        old_auc = class_auc(said.logits[pool.checked], y)
+        outputs = predict(task, old, pool.samples)
+        own = outputs.logits[pool.taught].unsqueeze(0)
+        old_auc = class_auc(outputs.logits[pool.checked], y)
         lesson, seen = SoftTargets.of(own, torch.ones(own.shape[:2], dtype=own.dtype), self.T), 0
         weight = torch.empty(0)
 

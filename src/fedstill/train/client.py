@@ -71,7 +71,7 @@ class Client:
 
     @property
     def touched_state(self) -> dict[str, Any] | None:
-        """The state if the method asked for it, else None."""
+        """The state if the method used it, else None."""
         return self._state
 
     def rng(self, purpose: str) -> torch.Generator:

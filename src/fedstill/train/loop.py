@@ -48,7 +48,7 @@ class Objective:
 
     `term(batch, out)` is a differentiable loss; `gradient(w)` is the gradient of a term that depends on the
     trainable weights alone, given and returned as a flat vector; `modules` are trained along with the network.
-    `inputs(batch)` gives further samples that go through the network in the same pass; what it says of them is
+    `inputs(batch)` gives further samples that go through the network in the same pass; the outputs for them are
     `out.extra`. `after(batch)` runs after each step, `done()` after the last.
     """
 
@@ -65,17 +65,17 @@ class Objective:
         return torch.cat([batch.x, self.inputs(batch)]) if self.inputs else batch.x
 
     def loss(self, batch: Batch, out: Outputs) -> Tensor:
-        """The loss of a step, from what the network says of what it has seen."""
+        """The loss of a step, from the outputs for what it has seen."""
         if self.inputs:
             out = out.split(len(batch.y))
         loss = self.base(batch, out)
         return loss + self.term(batch, out) if self.term else loss
 
     def __add__(self, other: Objective) -> Objective:
-        """Both at once: what a client side and a server side each ask of the client."""
+        """Both at once: the objectives of a client side and a server side."""
         if cross_entropy not in (self.base, other.base):
             raise SettingError("both methods replace the cross-entropy; they cannot be combined")
-        term, inputs = _joined_terms(self, other)
+        term, inputs = _composed_terms(self, other)
         return Objective(
             term=term,
             gradient=_summed(self.gradient, other.gradient),
@@ -87,8 +87,8 @@ class Objective:
         )
 
 
-def _joined_terms(a: Objective, b: Objective) -> tuple[Loss | None, Callable[[Batch], Tensor] | None]:
-    """Terms and further inputs of two objectives; each term sees what the network says of its own inputs."""
+def _composed_terms(a: Objective, b: Objective) -> tuple[Loss | None, Callable[[Batch], Tensor] | None]:
+    """Terms and further inputs of two objectives; each term sees the outputs for its own inputs."""
     if not (a.inputs and b.inputs):
         return _summed(a.term, b.term), a.inputs or b.inputs
     own = 0  # how many of the further inputs of this step are a's

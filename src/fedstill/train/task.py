@@ -147,7 +147,7 @@ class Task:
 
 
 class Nets:
-    """One network for each role (`student`, `teacher`, …), made when first asked for and loaded anew each time.
+    """One network for each role (`student`, `teacher`, …), made when first used and loaded anew each time.
 
     Each is there once for every device that asks.
     """
@@ -182,10 +182,10 @@ def classifier(net: FlatNet) -> Classifier:
 
 
 class Samples:
-    """Inputs and labels of one holder. Small sets are prepared (gathered, normalised) once, large ones as asked for.
+    """Inputs and labels of one holder. Small sets are prepared (gathered, normalised) once, large ones when used.
 
     What is stored stays where it is; what is prepared is on the device that works with it. `again`: whether samples
-    will be asked for more than once, so that it is worth keeping them prepared.
+    will be used more than once, so that it is worth keeping them prepared.
     """
 
     PREPARE_UP_TO = 1 << 26  # numbers, i.e. 256 MB as float32

@@ -61,7 +61,7 @@ class Rows:
         self._buffers = kept | self._counts
 
     def __call__(self, x: Tensor) -> list[Outputs]:
-        """What each network says of its own inputs, (networks, batch, …)."""
+        """Outputs of each network for its own inputs, (networks, batch, …)."""
         parts = self.weights.split([e.stop - e.start for e in self._trained], dim=1)
         weights = {f"net.{e.name}": e.shaped(part) for e, part in zip(self._trained, parts, strict=True)}
         buffers = {f"net.{name}": buffer for name, buffer in self._buffers.items()}
@@ -162,8 +162,8 @@ def check_together(task: Task) -> None:
     x = task.dataset.normalise(device.here(task.dataset.train.x[:4]))
     try:
         with torch.random.fork_rng(devices=[]):
-            said = Rows(rows, nets)(torch.stack([x, x]))
-        sum(out.logits.sum() for out in said).backward()  # type: ignore[union-attr]
+            found = Rows(rows, nets)(torch.stack([x, x]))
+        sum(out.logits.sum() for out in found).backward()  # type: ignore[union-attr]
     except Exception as error:
         reason = custom.summary(error)
         raise SettingError(f"together: this network cannot be trained for several clients at once: {reason}") from error

@@ -94,9 +94,9 @@ def test_teachers_are_asked_on_several_threads_with_the_same_bits(monkeypatch: p
             together.wait()
         return predict(task, vector, samples, role)
 
-    alone = stage.ask(task, teachers, task.proxy)
+    alone = stage.predict_all(task, teachers, task.proxy)
     monkeypatch.setattr(stage, "predict", noting)
-    at_once = stage.ask(task, teachers, task.proxy, threads=3)
+    at_once = stage.predict_all(task, teachers, task.proxy, threads=3)
     assert len({role for _, role in asked_by}) == 3
     assert threading.main_thread().ident not in {thread for thread, _ in asked_by}
     for a, b in zip(alone, at_once, strict=True):
@@ -116,7 +116,7 @@ def test_networks_that_draw_while_they_are_asked_have_the_same_bits_too() -> Non
     def asked(threads: int) -> list[Outputs]:
         torch.manual_seed(0)
         assert task.proxy is not None
-        return stage.ask(task, [task.initial] * 4, task.proxy, threads)
+        return stage.predict_all(task, [task.initial] * 4, task.proxy, threads)
 
     for a, b in zip(asked(1), asked(3), strict=True):
         assert torch.equal(a.logits, b.logits)
@@ -126,7 +126,7 @@ def test_what_goes_wrong_while_a_teacher_is_asked_is_said() -> None:
     task = small_setup("feddf").task
     assert task.proxy is not None
     with pytest.raises(RuntimeError, match="size"):
-        stage.ask(task, [task.initial, task.initial[:-1]], task.proxy, threads=2)
+        stage.predict_all(task, [task.initial, task.initial[:-1]], task.proxy, threads=2)
 
 
 @pytest.mark.parametrize("method", ["feddf", "fedbe", "fedhyb", "dafkd", "lkd"])

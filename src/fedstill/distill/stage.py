@@ -17,23 +17,23 @@ from fedstill.train.losses import soft_kl
 from fedstill.train.task import LocalTraining, Samples, Task
 
 
-def ask(task: Task, teachers: Sequence[Tensor], samples: Samples, threads: int = 1) -> list[Outputs]:
-    """What each teacher says of each sample: one pass over the samples for each, however many epochs follow.
+def predict_all(task: Task, teachers: Sequence[Tensor], samples: Samples, threads: int = 1) -> list[Outputs]:
+    """Outputs of each teacher for each sample: one pass over the samples for each, however many epochs follow.
 
-    Up to `threads` teachers are asked at once, each by one thread: how many they are changes no bit. Networks that
-    draw random numbers while they are asked, from the stream that threads share, are asked one after the other.
+    Up to `threads` teachers predict at once, each in one thread: how many they are changes no bit. Networks that draw
+    random numbers as they predict, from the stream that threads share, do so one after the other.
     """
     at_once = min(threads, len(teachers)) if current() == CPU else 1
     stream = torch.default_generator.get_state()
     if at_once > 1:
-        answers = _ask_at_once(task, teachers, samples, at_once)
+        outputs = _predict_at_once(task, teachers, samples, at_once)
         if torch.equal(stream, torch.default_generator.get_state()):
-            return answers
+            return outputs
         torch.default_generator.set_state(stream)
     return [predict(task, teacher, samples) for teacher in teachers]
 
 
-def _ask_at_once(task: Task, teachers: Sequence[Tensor], samples: Samples, at_once: int) -> list[Outputs]:
+def _predict_at_once(task: Task, teachers: Sequence[Tensor], samples: Samples, at_once: int) -> list[Outputs]:
     free: SimpleQueue[str] = SimpleQueue()
     for role in ["teacher", *(f"teacher {i}" for i in range(1, at_once))]:
         task.nets.get(role)  # made now: the first weights of a network come from a stream that threads share

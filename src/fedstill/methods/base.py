@@ -22,7 +22,7 @@ from fedstill.aggregate.mean import weighted_mean
 from fedstill.core import seeds
 from fedstill.core.store import Store
 from fedstill.core.tree import Message, Tree, first_not_finite
-from fedstill.distill.stage import ask
+from fedstill.distill.stage import predict_all
 from fedstill.models.base import Classifier
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs
@@ -140,9 +140,9 @@ class Server:
         self.store = store  # what the method keeps for single clients, on disk
         self._threads = threads  # how many cores it may use at once, while clients wait
 
-    def ask(self, teachers: Sequence[Tensor], samples: Samples) -> list[Outputs]:
-        """What each of these models says of each sample, in one pass; for every epoch that follows."""
-        return ask(self.task, teachers, samples, self._threads)
+    def predict_all(self, models: Sequence[Tensor], samples: Samples) -> list[Outputs]:
+        """Outputs of each of these models for each sample, in one pass; for every epoch that follows."""
+        return predict_all(self.task, models, samples, self._threads)
 
     def rng(self, purpose: str) -> torch.Generator:
         """A random stream for one purpose of the server in this round: never one that the library draws from."""

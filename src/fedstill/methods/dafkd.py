@@ -179,7 +179,7 @@ class DaFKD(Distilling):
             targets = (weighted / weighted.sum(1, keepdim=True)).float()
         else:
             pseudo = self.pseudo(task, server.state["generator"], server.round)
-            outputs = server.ask([up["model"] for up in uplinks], pseudo)
+            outputs = server.predict_all([up["model"] for up in uplinks], pseudo)
             weights = None
             if self.judged:
                 weights = normalised(self.correlations(task, [up["discriminator"] for up in uplinks], outputs, pseudo))

@@ -40,7 +40,7 @@ class FedBE(Distilling):
         models = torch.stack([up["model"] for up in uplinks])
         teachers = [server.model, *self.draw(server, models)]
         teachers += list(models) if self.clients_teach else []
-        mixture = mean_probabilities(server.ask(teachers, proxy))
+        mixture = mean_probabilities(server.predict_all(teachers, proxy))
         targets = (mixture.clamp(min=1e-38).log() / self.sharpen).softmax(1)  # p^(1/T), normalised
         self.distil(server, proxy, match_probabilities(targets), epochs=self.server_epochs)
 

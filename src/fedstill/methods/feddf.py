@@ -29,5 +29,5 @@ class FedDF(Distilling):
         if self.server_steps == 0:
             return
         proxy = self.proxy(server)
-        targets = mean_logits(server.ask([up["model"] for up in uplinks], proxy)).softmax(1)
+        targets = mean_logits(server.predict_all([up["model"] for up in uplinks], proxy)).softmax(1)
         self.distil(server, proxy, match_probabilities(targets), steps=self.server_steps)

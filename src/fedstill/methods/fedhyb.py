@@ -122,7 +122,7 @@ class FedHyb(Distilling):
         if not self.on_server:
             return
         samples = self.samples(server)
-        outputs = server.ask([up["model"] for up in uplinks], samples)
+        outputs = server.predict_all([up["model"] for up in uplinks], samples)
         probabilities, features = mean_probabilities(outputs), mean_features(outputs)  # Eq. 6 and 7
 
         def loss(batch: Batch, out: Outputs) -> Tensor:

@@ -69,7 +69,7 @@ class LKD(Distilling):
         """Distil the teachers, and the old model, into `server.model`, which is their average so far."""
         began = time.perf_counter()
         pool = self.pool(server)
-        outputs = server.ask(teachers, pool.samples)  # once; so is everything that follows from them
+        outputs = server.predict_all(teachers, pool.samples)  # once; so is everything that follows from them
         auc = torch.stack([class_auc(a.logits[pool.checked], pool.samples.y[pool.checked]) for a in outputs])
         beta = among_teachers(auc, self.Tw)
         gap = beta.max(0).values - beta.min(0).values

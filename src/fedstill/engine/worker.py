@@ -104,7 +104,7 @@ class Worker:
         began, client = time.perf_counter(), self._client(self.task, request, down)
         if isinstance(request, Conclude):
             client.receive()
-            return {"samples": len(client.data), "message": self.method.last_words(client), "metrics": {}}
+            return {"samples": len(client.data), "message": self.method.final_uplink(client), "metrics": {}}
         objective = self._begin(client)
         client.fit(objective)
         return self._end(client, request, began)

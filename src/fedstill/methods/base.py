@@ -254,15 +254,15 @@ class Method:
         server.notes["stage"] = "average"
 
     @property
-    def concludes(self) -> bool:
-        """Whether every client is asked once more after the last round, with `client.net` at the final model."""
+    def has_final_exchange(self) -> bool:
+        """Whether every client sends something once more after the last round, with `client.net` at the final model."""
         return False
 
-    def last_words(self, client: Client) -> Message:
-        """What a client says then."""
+    def final_uplink(self, client: Client) -> Message:
+        """What a client sends then."""
         raise NotImplementedError
 
-    def conclude(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+    def final_aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         """What the server makes of it; `models` then gives the result."""
         raise NotImplementedError
 

@@ -54,10 +54,10 @@ class CCVR(Modifier):
         return replace(super().wire(task), last=last)
 
     @property
-    def concludes(self) -> bool:
+    def has_final_exchange(self) -> bool:
         return True
 
-    def last_words(self, client: Client) -> Message:
+    def final_uplink(self, client: Client) -> Message:
         features = predict(client.task, client.down["model"], client.data).features.double()
         classes, d = client.task.classes, features.shape[1]
         means, covariances = torch.zeros(classes, d).double(), torch.zeros(classes, d, d).double()
@@ -70,7 +70,7 @@ class CCVR(Modifier):
                 covariances[c] = torch.cov(own.T).view(d, d)  # unbiased
         return {"means": means, "covariances": covariances, "counts": counts}
 
-    def conclude(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+    def final_aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         counts, means, covariances = pooled(uplinks)
         rng = server.stream("virtual features")
         features, labels = [], []

@@ -87,14 +87,14 @@ class Modifier(Method):
         self.inner.merge(server, models)
 
     @property
-    def concludes(self) -> bool:
-        return self.inner.concludes
+    def has_final_exchange(self) -> bool:
+        return self.inner.has_final_exchange
 
-    def last_words(self, client: Client) -> Message:
-        return self.inner.last_words(client)
+    def final_uplink(self, client: Client) -> Message:
+        return self.inner.final_uplink(client)
 
-    def conclude(self, server: Server, uplinks: Iterator[Uplink]) -> None:
-        self.inner.conclude(server, uplinks)
+    def final_aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        self.inner.final_aggregate(server, uplinks)
 
     def pictures(self, task: Task, state: dict[str, Any], count: int) -> Tensor | None:
         return self.inner.pictures(task, state, count)

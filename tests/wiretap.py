@@ -74,7 +74,7 @@ def setup_of(method: str, **settings: Any) -> Setup:
 
 def local_round(method: Method, client: fedstill.Client) -> Message:
     """A client's whole round."""
-    client.fit(method.set_out(client))
+    client.fit(method.prepare(client))
     return method.uplink(client)
 
 

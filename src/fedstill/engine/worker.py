@@ -166,7 +166,7 @@ class Worker:
         """What a client is to minimise, with its network at the weights to start from."""
         # For code that draws from PyTorch's global stream without asking for one of its own.
         device.seed_layers(seeds.key(self.task.seed, "global stream", client.round, client.id))
-        return self.method.set_out(client)
+        return self.method.prepare(client)
 
     def _end(self, client: Client, request: Train, began: float) -> dict[str, Any]:
         """What a client that has trained answers; it began at this moment of the clock."""

@@ -224,7 +224,7 @@ class Method:
         client.receive()
 
     @final
-    def set_out(self, client: Client) -> Objective:
+    def prepare(self, client: Client) -> Objective:
         """A client's round up to its training."""
         self.receive(client)
         return self.objective(client)

@@ -134,7 +134,7 @@ class Worker:
 
     def _train_together(self, requests: Sequence[Train], down: Message) -> list[Tree]:
         down = {name: here(part) for name, part in down.items()}
-        began, (rows, tasks) = time.perf_counter(), self.task.abreast(len(requests))
+        began, (rows, tasks) = time.perf_counter(), self.task.replicas(len(requests))
         clients = [self._client(task, request, down) for task, request in zip(tasks, requests, strict=True)]
         objectives = [self._begin(client) for client in clients]
         joint = can_be_joint(objectives)

@@ -93,12 +93,12 @@ class Task:
         """The same task with clients that train in another way; networks are shared."""
         return replace(self, local=local)._with(self.nets, self._initial)
 
-    def abreast(self, count: int) -> tuple[Tensor, list[Task]]:
+    def replicas(self, count: int) -> tuple[Tensor, list[Task]]:
         """The same task for each of several clients at once, with networks of its own.
 
         The weights that they train are the rows of the matrix.
         """
-        rows, sets = self.nets.abreast(count)
+        rows, sets = self.nets.replicas(count)
         return rows, [replace(self)._with(nets, self._initial) for nets in sets]
 
     def _with(self, nets: Nets, initial: Tensor) -> Task:
@@ -155,7 +155,7 @@ class Nets:
     def __init__(self, build: Callable[[], FlatNet]) -> None:
         self._build = build
         self._nets: dict[tuple[str, torch.device], FlatNet] = {}
-        self._abreast: dict[torch.device, tuple[Tensor, list[Nets]]] = {}
+        self._replicas: dict[torch.device, tuple[Tensor, list[Nets]]] = {}
 
     def get(self, role: str, build: Callable[[], FlatNet] | None = None) -> FlatNet:
         key = role, current()
@@ -163,15 +163,15 @@ class Nets:
             self._nets[key] = (build or self._build)()
         return self._nets[key]
 
-    def abreast(self, count: int) -> tuple[Tensor, list[Nets]]:
+    def replicas(self, count: int) -> tuple[Tensor, list[Nets]]:
         """Further sets, and a matrix whose rows are the weights of their students."""
-        rows, sets = self._abreast.get(current(), (torch.empty(0), []))
+        rows, sets = self._replicas.get(current(), (torch.empty(0), []))
         if len(sets) < count:
             students = [self._build() for _ in range(count)]
             rows, sets = torch.stack([net.vector for net in students]), [Nets(self._build) for _ in students]
             for nets, net, row in zip(sets, students, rows, strict=True):
                 nets._nets["student", current()] = FlatNet(net.module, row)
-            self._abreast[current()] = rows, sets
+            self._replicas[current()] = rows, sets
         return rows[:count], sets[:count]
 
 

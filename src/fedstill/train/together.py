@@ -155,7 +155,7 @@ def _clip(grad: Tensor, largest: float) -> None:
 
 def check_together(task: Task) -> None:
     """Refuse a network that cannot be trained for several clients at once, trying it on a few samples."""
-    rows, tasks = task.abreast(2)
+    rows, tasks = task.replicas(2)
     nets = [own.nets.get("student") for own in tasks]
     for net in nets:
         net.module.train()

@@ -142,7 +142,7 @@ SERVER_SIDES = ("feddf", "dafkd", "fedhyb", "fedgen", "fedftg", "fedbe", "creff"
 
 
 def quickly(method: str) -> dict[str, Any]:
-    """Settings for a short run of methods joined by +, each setting under the name it has there."""
+    """Settings for a short run of methods composed by +, each setting under the name it has there."""
     known = {parameter.name for parameter in registry.hyper_parameters(method)}
     found: dict[str, Any] = {}
     for part in method.split("+"):
@@ -163,7 +163,7 @@ def quickly(method: str) -> dict[str, Any]:
 def test_any_two_run_together_or_say_why_not(run_small: RunSmall, first: str, second: str) -> None:
     name = f"{first}+{second}"
     if first in (second, "fedkf"):
-        with pytest.raises(fedstill.SettingError, match=r"joined once|put \+t1 last"):
+        with pytest.raises(fedstill.SettingError, match=r"composed once|put \+t1 last"):
             run_small(name, **quickly(name))
         return
     settings = quickly(name)

@@ -241,7 +241,7 @@ class Method:
         return {"model": server.model}
 
     def parts(self) -> list[Method]:
-        """The methods that are joined in this one, the client side first."""
+        """The methods that are composed in this one, the client side first."""
         return [self]
 
     def regional(self) -> Method:

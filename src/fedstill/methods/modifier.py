@@ -41,7 +41,7 @@ class Modifier(Method):
 
     def check(self, task: Task) -> None:
         if any(type(part) is type(self) for part in self.inner.parts()):
-            raise SettingError(f"{self.name} can be joined once")
+            raise SettingError(f"{self.name} can be composed once")
         self.inner.check(task)
         refuse_collisions(self, task)
 

@@ -1,4 +1,4 @@
-"""Methods by name. Modifiers are joined to a method by `+`: `fedprox+t1`."""
+"""Methods by name. Modifiers are composed with a method by `+`: `fedprox+t1`."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def modifiers() -> list[str]:
 
 
 def find(name: str) -> list[type[Method]]:
-    """The classes that a name stands for: a method, by its id or as `file.py:Class`, and what is joined to it."""
+    """The classes that a name stands for: a method, by its id or as `file.py:Class`, and what is composed with it."""
     first, *others = _split(name)
-    return [_method(first), *(_joined(other, first) for other in others)]
+    return [_method(first), *(_composed(other, first) for other in others)]
 
 
 def _split(name: str) -> list[str]:
@@ -89,7 +89,7 @@ def _split(name: str) -> list[str]:
     return [file + colon + first, *others]
 
 
-def _joined(name: str, first: str) -> type[Method]:
+def _composed(name: str, first: str) -> type[Method]:
     """What may stand after a `+`: a modifier, or a method that works on the server after any other."""
     found = _import(_MODIFIERS | _METHODS, "modifier or server side", name)
     if not issubclass(found, Modifier):
@@ -118,7 +118,7 @@ def _import(known: dict[str, str], kind: str, name: str) -> type[Method]:
 class HyperParameter:
     """A setting of a method, under the name users write (`lambda` for the field `lambda_`).
 
-    Where two joined methods have the same name, it is written with the method's id: `dafkd.server_lr`.
+    Where two composed methods have the same name, it is written with the method's id: `dafkd.server_lr`.
     """
 
     name: str
@@ -255,7 +255,7 @@ def explain(error: ValidationError) -> str:
 
 
 def settings_of(method: Method) -> dict[str, Any]:
-    """All settings of a method and of what it is joined to, under the names users write."""
+    """All settings of a method and of what it is composed with, under the names users write."""
     composed = [method]
     while isinstance(composed[0], Modifier):
         composed.insert(0, composed[0].inner)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedstill.core.device import here
+from fedstill.core.device import to_current_device
 from fedstill.core.errors import SettingError
 from fedstill.core.weights import FlatNet
 from fedstill.models.base import Classifier
@@ -57,7 +57,7 @@ def _pass(module: Classifier, through: Callable[[Tensor], tuple[Tensor, ...]], x
 def require_features(task: Task, who: str) -> None:
     """Refuse a network that does not show its penultimate features, for a method that works on them."""
     net = classifier(task.nets.get("student")).eval()
-    if outputs(net, task.dataset.normalise(here(task.dataset.train.x[:2]))).features.shape[1] == 0:
+    if outputs(net, task.dataset.normalise(to_current_device(task.dataset.train.x[:2]))).features.shape[1] == 0:
         raise SettingError(
             f"{who} works on the network's penultimate features, and this one shows none: it must end in a Linear "
             "layer, or derive from fedstill.Classifier"
@@ -93,7 +93,7 @@ def score(task: Task, vector: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]
     losses, predicted = [], []
     parts = max(1, -(-len(y) // EVAL_BATCH))  # of nearly equal size: BatchNorm by the batch cannot do with one sample
     for xs, ys in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True):
-        found = logits(classifier(net), task.dataset.normalise(here(xs)))
-        losses.append(F.cross_entropy(found, here(ys), reduction="none"))
+        found = logits(classifier(net), task.dataset.normalise(to_current_device(xs)))
+        losses.append(F.cross_entropy(found, to_current_device(ys), reduction="none"))
         predicted.append(found.argmax(1))
     return {"loss": torch.cat(losses), "predicted": torch.cat(predicted)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core import seeds
-from fedstill.core.device import CPU, current, here, on
+from fedstill.core.device import CPU, current, on, to_current_device
 from fedstill.core.weights import FlatNet
 from fedstill.data.augment import Augmentation
 from fedstill.data.dataset import Dataset
@@ -66,7 +66,7 @@ class Task:
     @property
     def initial(self) -> Tensor:
         """The weights that every run with this seed starts from."""
-        return here(self._initial)
+        return to_current_device(self._initial)
 
     @cached_property
     def _initial(self) -> Tensor:
@@ -195,7 +195,7 @@ class Samples:
     ) -> None:
         self._stored, self._labels, self._index, self._prepare = x, y, index.to(x.device), prepare
         small = len(index) * x[:1].numel() <= self.PREPARE_UP_TO
-        self._y = here(y[self._index])
+        self._y = to_current_device(y[self._index])
         self._ready = self._gather(self._index) if small and again else None
 
     def __len__(self) -> int:
@@ -219,13 +219,13 @@ class Samples:
         return self._gather(self._index[ids.to(self._index.device)])
 
     def _gather(self, index: Tensor) -> Tensor:
-        return self._prepare(here(self._stored[index]))
+        return self._prepare(to_current_device(self._stored[index]))
 
     def _come(self) -> None:
         """Move what is ready to where it is needed: some samples are gathered before a run begins."""
         if self._y.device != current():
-            self._y = here(self._y)
-            self._ready = None if self._ready is None else here(self._ready)
+            self._y = to_current_device(self._y)
+            self._ready = None if self._ready is None else to_current_device(self._ready)
 
     def parts(self, size: int) -> Iterator[Tensor]:
         """All prepared inputs in order, in nearly equal pieces of at most `size`."""

@@ -159,7 +159,7 @@ def check_together(task: Task) -> None:
     nets = [own.nets.get("student") for own in tasks]
     for net in nets:
         net.module.train()
-    x = task.dataset.normalise(device.here(task.dataset.train.x[:4]))
+    x = task.dataset.normalise(device.to_current_device(task.dataset.train.x[:4]))
     try:
         with torch.random.fork_rng(devices=[]):
             found = Rows(rows, nets)(torch.stack([x, x]))

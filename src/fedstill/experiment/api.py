@@ -164,8 +164,8 @@ def execute(
     """Carry out what is left to do in a run directory, on another engine than the settings name if one is given."""
     try:
         with logging_to(directory.path / "log.txt"), devices.on(devices.find(setup.config.device)):
-            for remark in setup.remarks:
-                log.info("%s", remark)
+            for warning in setup.warnings:
+                log.info("%s", warning)
             run = kind(setup, directory, listener, engine)
             summary = run.execute()
             return Result(summary, run.records, run.trained(), directory.path)

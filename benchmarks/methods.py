@@ -69,7 +69,7 @@ CASES = (
 SERVER_WORK = replace(WORK, name="ResNet-8, 4 clients x 128 samples, batch 64, 1 epoch", epochs=1)
 _PROXY = {"proxy": "pool"}
 SERVER_CASES = (
-    Case("feddf", _PROXY | {"steps": 50}, asked=50),  # each step sees all 100 samples
+    Case("feddf", _PROXY | {"server_steps": 50}, asked=50),  # each step sees all 100 samples
     Case("fedbe", _PROXY, asked=20),
     Case("lkd", {}, asked=10),
     Case("mtkd", {}, asked=10),

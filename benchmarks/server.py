@@ -13,7 +13,7 @@ from benchmarks.work import Work
 from fedstill.building.config import resolve
 from fedstill.building.setup import prepare
 from fedstill.core.weights import FlatNet
-from fedstill.distill.stage import ask, distil, match_probabilities, mean_probabilities
+from fedstill.distill.stage import distil, match_probabilities, mean_probabilities, predict_all
 from fedstill.train.task import LocalTraining, Samples, Task
 
 TEACHERS, EPOCHS, BATCH, SAMPLES = 8, 10, 64, 960
@@ -24,7 +24,7 @@ WORK = Work(f"ResNet-8, {TEACHERS} teachers, {SAMPLES} samples", "resnet8", (3, 
 
 def cached(task: Task, start: Tensor, teachers: list[Tensor], samples: Samples) -> None:
     """The library's own stage."""
-    targets = mean_probabilities(ask(task, teachers, samples))
+    targets = mean_probabilities(predict_all(task, teachers, samples))
     training = LocalTraining(EPOCHS, BATCH, optimizer="adam", lr=1e-3)
     distil(task, start, samples, match_probabilities(targets), training, torch.Generator().manual_seed(0))
 
@@ -66,7 +66,7 @@ def asking_seconds(repeats: int = 4) -> tuple[float, float]:
 
     def seconds(threads: int) -> float:
         began = time.perf_counter()
-        ask(task, teachers, samples, threads)
+        predict_all(task, teachers, samples, threads)
         return time.perf_counter() - began
 
     taken = [(seconds(1), seconds(2)) for _ in range(repeats)]

@@ -219,7 +219,7 @@ def test_every_method_ends_with_the_same_bits_on_another_device(method: str) -> 
         ("fedbe", {"pool": 0.2, "proxy": "pool", "distribution": "dirichlet", "samples": 2, "server_epochs": 1}),
         ("fedmd", {"pool": 0.2, "proxy": "pool", "average_weights": False, "digest": "first"}),
         ("fedkf", {"width": 2, "z_dim": 3, "gen_first": False, "gen_adversarial": True, "rounds": 3}),
-        ("dafkd", {"z_dim": 3, "batches": 1, "sample_batch": 8, "server_epochs": 1, "private": True}),
+        ("dafkd", {"z_dim": 3, "batches": 1, "server_batch": 8, "server_epochs": 1, "private": True}),
     ],
 )
 def test_variants_end_with_the_same_bits_on_another_device(method: str, settings: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from wiretap import (
     exact,
     held_by,
     kl_divergence,
+    local_round,
     model_copies,
     network,
     resumed_after_every_round,
@@ -107,7 +108,7 @@ def test_the_teacher_gets_no_gradient_and_stays_as_it_was_sent(augment: str) -> 
     w0 = setup.task.initial
     down = {"model": moved(w0, 1), "teacher": moved(w0, 2)}
     sent = {name: vector.clone() for name, vector in down.items()}
-    up = setup.method.local(client_of(setup, 0, 2, down))
+    up = local_round(setup.method, client_of(setup, 0, 2, down))
     assert not torch.equal(up["model"], sent["model"])
     teacher = setup.task.nets.get("live teacher 1" if augment else "teacher")
     assert torch.equal(teacher.read(), sent["teacher"])
@@ -248,7 +249,7 @@ def test_a_clients_vote_round_equals_a_plain_loop_with_the_papers_loss() -> None
         index = torch.from_numpy(setup.federation.train(k))
         x, y = dataset.normalise(dataset.train.x[index]), dataset.train.y[index]
         client = client_of(setup, k, crossed.number, crossed.down)
-        for ids in torch.randperm(len(y), generator=client.rng("batches")).split(SMALL["batch_size"]):
+        for ids in torch.randperm(len(y), generator=client.stream("batches")).split(SMALL["batch_size"]):
             loss = F.cross_entropy(net(x[ids]), y[ids]) + extra(net, x[ids], y[ids])
             params = list(net.parameters())
             with torch.no_grad():

@@ -28,6 +28,7 @@ from wiretap import (
     descend,
     global_test,
     held_by,
+    local_round,
     model_copies,
     network,
     resumed_after_every_round,
@@ -318,7 +319,7 @@ def test_every_clients_rounds_equal_algorithm_1_by_a_plain_loop(tmp_path: Path, 
         start, teacher = crossed.down["model"], network(crossed.down["teacher" if method.t1 else "model"])
         for k, up in crossed.up.items():
             client = client_of(setup, k, crossed.number, crossed.down, states.get(k))
-            assert_same_tree(setup.method.local(client), up)  # the run gave every client its own state
+            assert_same_tree(local_round(setup.method, client), up)  # the run gave every client its own state
             again = k in states and not method.reset_generator
             if again:  # from the same weights, so that rounding does not add up; with moments of its own
                 generators[k].named = generator_weights(states[k])
@@ -349,7 +350,7 @@ def test_a_generators_adam_goes_on_where_it_stopped() -> None:
     state: dict[str, Any] = {}
     for round_ in (2, 3):
         client = client_of(setup, 3, round_, down, state)
-        method.local(client)
+        local_round(method, client)
         state, before = kept(client), dict(generator.named)
         client_update(down["model"], teacher, generator, 3, round_, method)
         off = generator_distance(generator_weights(state), generator.named, before)
@@ -364,7 +365,7 @@ def test_the_generator_does_not_learn_from_the_student() -> None:
             setup = setup_of("fedkf", gamma=gamma, gen_first=gen_first, **TINY)
             w0 = setup.task.initial
             client = client_of(setup, 0, 2, {"model": moved(w0, student), "teacher": moved(w0, 9)})
-            setup.method.local(client)
+            local_round(setup.method, client)
             found.append(client.state)
         assert_same_tree(found[1], found[0])
         assert_same_tree(found[2], found[0])
@@ -378,7 +379,7 @@ def test_teacher_stays_frozen_in_evaluation_mode_and_without_gradient() -> None:
         down = {name: vector.clone() for name, vector in sent.items()}
         teacher, modes = setup.task.nets.get("teacher"), set[bool]()
         teacher.module.get_submodule("body").register_forward_hook(lambda m, _, __, seen=modes: seen.add(m.training))
-        up = setup.method.local(client_of(setup, 0, 2, down))
+        up = local_round(setup.method, client_of(setup, 0, 2, down))
         assert modes == {False}
         assert torch.equal(teacher.read(), sent["teacher"])
         assert all(p.grad is None for p in teacher.params)
@@ -393,7 +394,7 @@ def test_the_generators_step_leaves_the_student_alone(gen_adversarial: bool) -> 
     config = resolve(SMALL | TINY | {"method": "fedkf", "gen_adversarial": gen_adversarial})
     setup = prepare(config, model=model)
     client = client_of(setup, 3, 2, {"model": setup.task.initial, "teacher": moved(setup.task.initial, 1)})
-    setup.method.local(client)
+    local_round(setup.method, client)
     assert client.trained is not None
     module = client.net.get_submodule("module.2")
     assert isinstance(module, nn.BatchNorm1d)
@@ -408,7 +409,7 @@ def test_local_and_generated_samples_go_through_the_student_in_one_pass() -> Non
         student = setup.task.nets.get("student").module
         student.get_submodule("body").register_forward_pre_hook(lambda _, x, seen=passes: seen.append(len(x[0])))
         w0 = setup.task.initial
-        setup.method.local(client_of(setup, 3, 2, {"model": w0, "teacher": moved(w0, 1)}))
+        local_round(setup.method, client_of(setup, 3, 2, {"model": w0, "teacher": moved(w0, 1)}))
         assert passes == [2 * len(ids) for ids in batch_ids(3, 2)]
 
 
@@ -419,7 +420,9 @@ def test_the_generator_steps_first_as_in_algorithm_1_or_after_the_student() -> N
         for beta in (0.001, 0.1):
             setup = setup_of("fedkf", gen_first=gen_first, beta=beta, batch_size=500, **TINY)
             w0 = setup.task.initial
-            ups.append(setup.method.local(client_of(setup, 0, 2, {"model": w0, "teacher": moved(w0, 1)}))["model"])
+            ups.append(
+                local_round(setup.method, client_of(setup, 0, 2, {"model": w0, "teacher": moved(w0, 1)}))["model"]
+            )
         assert torch.equal(*ups) == (not gen_first)
 
 
@@ -429,7 +432,7 @@ def test_a_reset_generator_forgets_what_the_client_kept() -> None:
         setup = setup_of("fedkf", reset_generator=True, **TINY)
         w0 = setup.task.initial
         client = client_of(setup, 0, 5, {"model": w0, "teacher": moved(w0, 1)}, state)
-        ups.append(setup.method.local(client)["model"])
+        ups.append(local_round(setup.method, client)["model"])
     assert torch.equal(*ups)
 
 
@@ -573,7 +576,7 @@ def test_pictures_are_images_with_values_from_0_to_1(count: int) -> None:
     assert setup.method.pictures(setup.task, {}, count) is None, "a client that never had a generator"
     w0 = setup.task.initial
     client = client_of(setup, 0, 2, {"model": w0, "teacher": moved(w0, 1)})
-    setup.method.local(client)
+    local_round(setup.method, client)
     made = setup.method.pictures(setup.task, client.state, count)
     assert made is not None
     assert made.shape == (count, *SHAPE)

@@ -30,10 +30,11 @@ from fedstill.core import seeds
 from fedstill.core.store import Store
 from fedstill.core.weights import FlatNet
 from fedstill.distill.reliability import among_teachers, class_auc
+from fedstill.distill.split import Split
 from fedstill.distill.stage import as_samples, distil
-from fedstill.methods import lkd, registry
+from fedstill.methods import registry, server_side
 from fedstill.methods.base import Server
-from fedstill.methods.lkd import LKD, Pool
+from fedstill.methods.lkd import LKD
 from fedstill.models import Classifier
 from fedstill.train.evaluate import Outputs
 from fedstill.train.loop import Batch, Loss
@@ -66,7 +67,7 @@ class Meeting:
     old: Tensor
     teachers: list[Tensor]
     average: Tensor
-    pool: Pool
+    pool: Split
     result: Tensor
     notes: dict[str, Any]
     steps: list[Step] = field(default_factory=list)
@@ -98,7 +99,7 @@ def watched() -> Iterator[list[Meeting]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LKD, "teach", noting_teach)
-        patch.setattr(lkd, "distil", noting_distil)
+        patch.setattr(server_side, "distil", noting_distil)
         yield meetings
 
 
@@ -525,10 +526,10 @@ def test_labels_beyond_labelled_frac_are_never_looked_at(
     known[honest.pool.taught[honest.pool.labelled]] = True
     original = LKD.pool
 
-    def with_false_labels(self: LKD, server: Server) -> Pool:
+    def with_false_labels(self: LKD, server: Server) -> Split:
         pool, everything = original(self, server), torch.arange(len(known))
         labels = torch.where(known, pool.samples.y, (pool.samples.y + 1) % CLASSES)
-        return Pool(as_samples(pool.samples.x(everything), labels), pool.taught, pool.checked, pool.labelled)
+        return Split(as_samples(pool.samples.x(everything), labels), pool.taught, pool.checked, pool.labelled)
 
     monkeypatch.setattr(LKD, "pool", with_false_labels)
     assert 0 < known.sum() < len(known)

@@ -23,6 +23,7 @@ from wiretap import (
     client_states,
     exact,
     held_by,
+    local_round,
     network,
     resumed_after_every_round,
     setup_of,
@@ -155,7 +156,7 @@ def test_with_mu_zero_it_is_fedavg_on_the_network_with_the_head(run_small: RunSm
 def test_the_frozen_models_get_no_gradient() -> None:
     setup = setup_of("moon", augment="scale:1.0-1.0")  # live teachers
     down, previous = {"model": moved(setup.task.initial, 1)}, moved(setup.task.initial, 2)
-    setup.method.local(client_of(setup, 0, 2, down, {"previous": [previous]}))
+    local_round(setup.method, client_of(setup, 0, 2, down, {"previous": [previous]}))
     for role, vector in (("live teacher 1", down["model"]), ("live teacher 2", previous)):
         teacher = setup.task.nets.get(role)
         assert torch.equal(teacher.read(), vector)

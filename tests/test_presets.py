@@ -355,7 +355,7 @@ def test_targets_and_rounds_are_those_of_the_tables() -> None:
 
 
 DISTILS = {"regions": 3, "Tw": 4.0, "T": 3.0, "server_epochs": 10, "server_lr": 0.001, "server_batch": 128}
-KEEPS_CODE = {"z_dim": 100, "generator_lr": 0.001, "server_lr": 0.001, "batches": 40, "sample_batch": 32}
+KEEPS_CODE = {"z_dim": 100, "generator_lr": 0.001, "server_lr": 0.001, "batches": 40, "server_batch": 32}
 # Preset, row, point of the sweep, method, and what belongs to the row alone.
 ROWS: list[tuple[str, str, dict[str, Any], str, dict[str, Any]]] = [
     ("fedkf/table3", "FedProx", {}, "fedprox+t1", {"mu": 0.001}),
@@ -398,7 +398,7 @@ ROWS: list[tuple[str, str, dict[str, Any], str, dict[str, Any]]] = [
     ("dafkd/table1-svhn", "DaFKD", {}, "dafkd", KEEPS_CODE | {"uniform": True, "variant": "full", "adv_rounds": 0}),
     ("dafkd/table3a-mnist", "DaFKD-no-sharing", {}, "dafkd", KEEPS_CODE | {"variant": "no-sharing"}),
     ("dafkd/table3b-svhn", "DaFKD-no-correlation", {}, "dafkd", KEEPS_CODE | {"variant": "no-correlation"}),
-    ("dafkd/figure6b", "DaFKD", {"batch_size": 64}, "dafkd", {"sample_batch": 64, "batches": 20}),
+    ("dafkd/figure6b", "DaFKD", {"batch_size": 64}, "dafkd", {"server_batch": 64, "batches": 20}),
     ("fedgkd/table3-cifar10", "FedProx", {}, "fedprox", {"mu": 0.01}),
     ("fedgkd/table3-cifar100", "FedProx", {}, "fedprox", {"mu": 0.001}),
     ("fedgkd/table3-tiny", "FedProx", {}, "fedprox", {"mu": 0.001}),
@@ -453,7 +453,7 @@ ROWS: list[tuple[str, str, dict[str, Any], str, dict[str, Any]]] = [
     ("fedhyb/table4-svhn", "FedHyb1", {}, "fedhyb", {"variant": "1", "a": 1.0, "M": 2}),
     ("fedhyb/table4-svhn", "FedHyb3", {}, "fedhyb", {"variant": "3", "eta": 1.0, "nu": 1.0}),
     ("fedhyb/figure3", "logits", {}, "fedhyb", {"variant": "3", "eta": 1.0, "nu": 0.0}),
-    ("fedhyb/figure9", "DaFKD", {"proxy_size": 2048}, "dafkd", {"batches": 64, "sample_batch": 32}),
+    ("fedhyb/figure9", "DaFKD", {"proxy_size": 2048}, "dafkd", {"batches": 64, "server_batch": 32}),
     ("fedhyb/figure10", "FedDF", {"attackers": 3}, "feddf", {"attack": "noise", "attackers": 3, "attack_scale": 1.0}),
 ]
 

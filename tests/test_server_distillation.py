@@ -22,14 +22,14 @@ from fedstill.building.setup import Setup, prepare
 from fedstill.core.store import Store
 from fedstill.data.proxy import match_channels
 from fedstill.distill import stage
-from fedstill.distill.ensemble import diversity, label_weights
+from fedstill.distill.ensemble import diversity, label_weights, normalised
 from fedstill.distill.generators import ConditionalGenerator, ShrinkingGenerator, TransposedGenerator
 from fedstill.methods import registry
 from fedstill.methods.base import Part, Server, Uplink, fault
 from fedstill.methods.ccvr import pooled
 from fedstill.methods.ccvr import root as ccvr_root
 from fedstill.methods.creff import CReFF, flat, unflat
-from fedstill.methods.dafkd import DaFKD, normalised
+from fedstill.methods.dafkd import DaFKD
 from fedstill.methods.fedhyb import FedHyb
 from fedstill.running.directory import RunDirectory
 from fedstill.train.evaluate import Outputs, predict
@@ -38,8 +38,8 @@ from fedstill.train.task import Samples, Task
 
 POOL = {"pool": 0.2, "proxy": "pool"}
 SHORT: dict[str, dict[str, Any]] = {
-    "feddf": {"steps": 3},
-    "dafkd": {"batches": 2, "sample_batch": 8, "z_dim": 4},
+    "feddf": {"server_steps": 3},
+    "dafkd": {"batches": 2, "server_batch": 8, "z_dim": 4},
     "fedhyb": {},
     "fedgen": {"generator_steps": 3},
     "fedftg": {"iterations": 1, "server_batch": 4},
@@ -94,9 +94,9 @@ def test_teachers_are_asked_on_several_threads_with_the_same_bits(monkeypatch: p
             together.wait()
         return predict(task, vector, samples, role)
 
-    alone = stage.ask(task, teachers, task.proxy)
+    alone = stage.predict_all(task, teachers, task.proxy)
     monkeypatch.setattr(stage, "predict", noting)
-    at_once = stage.ask(task, teachers, task.proxy, threads=3)
+    at_once = stage.predict_all(task, teachers, task.proxy, threads=3)
     assert len({role for _, role in asked_by}) == 3
     assert threading.main_thread().ident not in {thread for thread, _ in asked_by}
     for a, b in zip(alone, at_once, strict=True):
@@ -116,7 +116,7 @@ def test_networks_that_draw_while_they_are_asked_have_the_same_bits_too() -> Non
     def asked(threads: int) -> list[Outputs]:
         torch.manual_seed(0)
         assert task.proxy is not None
-        return stage.ask(task, [task.initial] * 4, task.proxy, threads)
+        return stage.predict_all(task, [task.initial] * 4, task.proxy, threads)
 
     for a, b in zip(asked(1), asked(3), strict=True):
         assert torch.equal(a.logits, b.logits)
@@ -126,7 +126,7 @@ def test_what_goes_wrong_while_a_teacher_is_asked_is_said() -> None:
     task = small_setup("feddf").task
     assert task.proxy is not None
     with pytest.raises(RuntimeError, match="size"):
-        stage.ask(task, [task.initial, task.initial[:-1]], task.proxy, threads=2)
+        stage.predict_all(task, [task.initial, task.initial[:-1]], task.proxy, threads=2)
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ SERVER_SIDES = ("feddf", "dafkd", "fedhyb", "fedgen", "fedftg", "fedbe", "creff"
 
 
 def quickly(method: str) -> dict[str, Any]:
-    """Settings for a short run of methods joined by +, each setting under the name it has there."""
+    """Settings for a short run of methods composed by +, each setting under the name it has there."""
     known = {parameter.name for parameter in registry.hyper_parameters(method)}
     found: dict[str, Any] = {}
     for part in method.split("+"):
@@ -165,7 +165,7 @@ def quickly(method: str) -> dict[str, Any]:
 def test_any_two_run_together_or_say_why_not(run_small: RunSmall, first: str, second: str) -> None:
     name = f"{first}+{second}"
     if first in (second, "fedkf"):
-        with pytest.raises(fedstill.SettingError, match=r"joined once|put \+t1 last"):
+        with pytest.raises(fedstill.SettingError, match=r"composed once|put \+t1 last"):
             run_small(name, **quickly(name))
         return
     settings = quickly(name)
@@ -227,7 +227,7 @@ def test_one_sample_clients_with_batchnorm(run_small: RunSmall) -> None:
     own: dict[str, Any]
     for method, own in (("dafkd", {"variant": "no-sharing"}), ("dafkd", {})):
         run = fedstill.run(method, data=data, model=with_batchnorm, rounds=2, participation=1.0, engine="inline",
-                           epochs=1, hyper=own | {"batches": 2, "sample_batch": 8})  # fmt: skip
+                           epochs=1, hyper=own | {"batches": 2, "server_batch": 8})  # fmt: skip
         assert run.summary["dropped"] == 0
 
 
@@ -248,7 +248,7 @@ def test_settings_of_method_objects_are_checked() -> None:
 def test_proxy_data_may_come_from_python_and_not_from_the_clients_own(run_small: RunSmall, tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).random((40, 3, 16, 16), np.float32), np.arange(40) % 4
     mine = fedstill.from_arrays((255 * x).astype(np.uint8), y)
-    result = run_small("feddf", steps=2, proxy=mine, proxy_size=20, out=tmp_path / "run")
+    result = run_small("feddf", server_steps=2, proxy=mine, proxy_size=20, out=tmp_path / "run")
     assert torch.equal(weights(result), weights(fedstill.resume(tmp_path / "run", proxy=mine)))
     with pytest.raises(fedstill.SettingError, match="proxy"):
         fedstill.resume(tmp_path / "run")
@@ -281,7 +281,7 @@ def test_a_count_below_zero_is_dropped() -> None:
 
 
 OFF: list[tuple[str, dict[str, Any]]] = [
-    ("feddf", {"steps": 0}),
+    ("feddf", {"server_steps": 0}),
     ("fedhyb", {"a": 0.0, "eta": 0.0, "nu": 0.0}),
     ("fedbe", {"server_epochs": 0}),
     ("fedftg", {"iterations": 0}),
@@ -341,7 +341,7 @@ def test_each_teacher_sees_each_server_sample_once_a_round(
 
 
 def test_feddf_matches_the_softmax_of_the_mean_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = small_setup("feddf", steps=1)
+    setup = small_setup("feddf", server_steps=1)
     server, ups = fed(setup, tmp_path)
     assert setup.task.proxy is not None
     logits = [predict(setup.task, up["model"], setup.task.proxy).logits.double().numpy() for up in ups]
@@ -482,7 +482,7 @@ class KnownDensity(DaFKD):
 
     def make(self, task: Task, count: int, noise: torch.Generator) -> torch.Tensor:
         value = -1 + torch.randn(count, 1, 1, 1, generator=noise)
-        nothing = sum(p.sum() for p in self.generator(task).params)
+        nothing = sum(p.sum() for p in self.generator(task).net.params)
         return value.expand(-1, 1, 4, 4) + 0 * nothing
 
 
@@ -567,7 +567,7 @@ def test_generators_have_the_published_sizes() -> None:
 
 def test_a_client_side_and_a_server_side_combine(run_small: RunSmall) -> None:
     alone = run_small("fedgkd", **POOL, buffer=2, gamma=1.0)
-    both = run_small("fedgkd+feddf", **POOL, buffer=2, gamma=1.0, steps=0)
+    both = run_small("fedgkd+feddf", **POOL, buffer=2, gamma=1.0, server_steps=0)
     assert torch.equal(weights(alone), weights(both))
     taught = run_small("fedhkd+dafkd", **POOL, **SHORT["dafkd"])
     assert taught.summary["dropped"] == 0

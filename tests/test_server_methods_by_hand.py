@@ -215,7 +215,7 @@ def label_shares(run: Play, clients: Iterable[int]) -> Tensor:
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "dafkd": {"uniform": True, "variant": "full", "private": False, "conditional": False, "z_dim": 100}
-    | {"generator_lr": 1e-3, "server_lr": 1e-3, "batches": 40, "sample_batch": 32, "server_epochs": 5},
+    | {"generator_lr": 1e-3, "server_lr": 1e-3, "batches": 40, "server_batch": 32, "server_epochs": 5},
     "fedhyb": {"uniform": False, "a": 1.0, "eta": 1.0, "nu": 1.0, "M": 2, "min_width": 0.8, "rotation": 15.0}
     | {"beta_per_sample": False, "server_epochs": 1, "server_lr": 1e-3, "server_batch": 64, "variant": "full"},
     "feddf": {"uniform": False, "server_lr": 1e-3, "server_batch": 128},
@@ -243,7 +243,7 @@ def test_the_defaults_are_the_published_ones(name: str) -> None:
 # --- DaFKD ----------------------------------------------------------------------------------------------------------
 
 Z = 4
-SMALL_DAFKD: dict[str, Any] = {"z_dim": Z, "batches": 3, "sample_batch": 8, "server_epochs": 1, "server_lr": 0.01}
+SMALL_DAFKD: dict[str, Any] = {"z_dim": Z, "batches": 3, "server_batch": 8, "server_epochs": 1, "server_lr": 0.01}
 SMALL_DAFKD |= {"fraction": 0.06, "lr": 0.2}  # fast enough for discriminators that differ
 HEAD = WIDTH + 1  # numbers in the discriminator's own layer
 
@@ -322,7 +322,7 @@ def dafkd_client(run: Play, k: int, crossed: Round, head: Tensor) -> tuple[Class
 
 def first_judge(run: Play, method: DaFKD) -> Tensor:
     """The discriminator that every client starts its first round with."""
-    return method.new_discriminator(run.setup.task).read()
+    return method.discriminator(run.setup.task).initial()
 
 
 @pytest.mark.parametrize("setting", [("variant", "full"), ("variant", "no-sharing"), ("conditional", True)], ids=str)
@@ -526,7 +526,7 @@ def test_fedhybs_server_matches_mean_predictions_and_mean_features(variant: str)
 def test_feddfs_student_starts_from_the_average_and_descends_along_a_cosine() -> None:
     """Row 8: KL(softmax(mean logits) || student) from the weighted mean, Adam whose rate falls along a cosine."""
     steps, size = 5, 50
-    run = play("feddf", rounds=1, **POOL, steps=steps, server_batch=size, server_lr=0.01)
+    run = play("feddf", rounds=1, **POOL, server_steps=steps, server_batch=size, server_lr=0.01)
     (crossed,), x = run.rounds, run.proxy()
     logits = np.mean([exact(network(up["model"]), x)[0] for up in crossed.up.values()], axis=0)
     targets = torch.from_numpy(softmax(logits)).float()

@@ -295,7 +295,7 @@ def test_clients_weigh_by_their_samples_in_t1_after_a_uniform_server_side(
 ) -> None:
     """A server side that averages uniformly says so to its own average, and not to T1."""
     crossings = record_crossings(monkeypatch)
-    server_side: dict[str, Any] = {"pool": 0.1, "proxy": "pool", "steps": 1, "uniform": True}
+    server_side: dict[str, Any] = {"pool": 0.1, "proxy": "pool", "server_steps": 1, "uniform": True}
     result = run_small(name, cache_init=mode, participation=0.7, **(QUICK | server_side))
     sizes = {k: n for crossing in crossings for k, n in zip(crossing.cohort, crossing.samples, strict=True)}
     assert len(sizes) == SMALL["clients"], "all were active, so that both initialisations agree"

@@ -676,7 +676,7 @@ def test_a_site_loads_no_encoder_that_only_a_server_names(encoder: Path) -> None
 # --- methods ----------------------------------------------------------------------------------------------------------
 
 OWN: dict[str, dict[str, Any]] = {  # what makes a method quick
-    "feddf": {"steps": 2},
+    "feddf": {"server_steps": 2},
     "fedgen": {"generator_steps": 2},
     "fedbe": {"samples": 2},
     "creff": {"features": 4, "match_steps": 2, "retrain_epochs": 2, "draws": 1},
@@ -722,7 +722,7 @@ def test_fedhyb_without_its_sub_networks_takes_text(mini: Dataset) -> None:
 
 def test_unlabelled_text_stands_in_for_the_clients(tmp_path: Path, mini: Dataset) -> None:
     path = table(tmp_path / "public.csv", "text\n" + "".join(f"a film about {k} things\n" for k in range(60)))
-    settings = TINY | {"data": "glosses-mini", "vocabulary": VOCABULARY, "max_length": LENGTH, "steps": 2}
+    settings = TINY | {"data": "glosses-mini", "vocabulary": VOCABULARY, "max_length": LENGTH, "server_steps": 2}
     result = fedstill.run("feddf", proxy=str(path), out=tmp_path / "run", **settings)
     assert result.summary["rounds"] == 2
     assert (

@@ -33,8 +33,8 @@ OWN: dict[str, dict[str, Any]] = {  # what makes a method quick, or shows more o
     "fedgkd-vote": {"buffer": 2},
     "fedkf": {"width": 2, "z_dim": 3},
     "moon": {"buffer": 2},
-    "feddf": {"steps": 2},
-    "dafkd": {"z_dim": 3, "batches": 1, "sample_batch": 8, "server_epochs": 1},
+    "feddf": {"server_steps": 2},
+    "dafkd": {"z_dim": 3, "batches": 1, "server_batch": 8, "server_epochs": 1},
     "fedftg": {"z_dim": 3, "iterations": 1, "student_steps": 1, "server_batch": 4},
 }
 NAMES = registry.names()

@@ -26,8 +26,8 @@ SETTINGS: dict[str, Any] = SMALL | {"clients": CLIENTS, "participation": 1.0, "r
 SETTINGS |= {"eval_every": 0, "model": "mlp", "model_options": {"hidden": [8]}, "regions": 1}
 QUICK: dict[str, dict[str, Any]] = {
     "fedkf": {"width": 2, "z_dim": 3},
-    "feddf": {"steps": 2},
-    "dafkd": {"z_dim": 3, "batches": 1, "sample_batch": 8, "server_epochs": 1},
+    "feddf": {"server_steps": 2},
+    "dafkd": {"z_dim": 3, "batches": 1, "server_batch": 8, "server_epochs": 1},
     "fedavg+krum": {"byzantine": 0},
     "fedavg+multi-krum": {"byzantine": 0},
     "fedavg+bulyan": {"byzantine": 0},

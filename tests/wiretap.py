@@ -72,6 +72,12 @@ def setup_of(method: str, **settings: Any) -> Setup:
     return prepare(resolve(SMALL | {"lr": LR} | settings | {"method": method}))
 
 
+def local_round(method: Method, client: fedstill.Client) -> Message:
+    """A client's whole round."""
+    client.fit(method.prepare(client))
+    return method.uplink(client)
+
+
 def client_of(
     setup: Setup, id: int, round_: int, down: Message, state: dict[str, Any] | None = None
 ) -> fedstill.Client:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +14,16 @@ from torch import Tensor
 from fedstill.core.store import Store
 
 CacheInit = Literal["seen", "w0"]
+
+
+class _Uplink(Protocol):
+    @property
+    def client(self) -> int: ...
+
+    def __getitem__(self, part: str) -> Tensor: ...
+
+
+U = TypeVar("U", bound=_Uplink)
 
 
 @dataclass
@@ -56,6 +67,12 @@ class LatestMean:
         self.sum.add_(model, alpha=samples)
         self.weight += samples
         self.store.write(client, round_, {"model": model, "samples": samples})
+
+    def updated(self, uplinks: Iterator[U], round_: int, sizes: NDArray[np.int64]) -> Iterator[U]:
+        """The uplinks as they come, each client's model noted on the way."""
+        for up in uplinks:
+            self.replace(up.client, round_, up["model"], int(sizes[up.client]))
+            yield up
 
     def mean(self, dtype: torch.dtype) -> Tensor:
         return (self.sum / self.weight).to(dtype)

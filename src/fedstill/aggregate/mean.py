@@ -1,4 +1,4 @@
-"""The one weighted mean."""
+"""Weighted means of vectors."""
 
 from __future__ import annotations
 

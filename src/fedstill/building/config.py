@@ -268,7 +268,7 @@ def resolve(*layers: Mapping[str, Any], custom_method: bool = False) -> Config:
     _follow_up(merged, method)
     merged |= tables
     if not custom_method and not is_object(method):
-        own = [p.name for p in registry.hyper_parameters(method)]
+        own, hyper = [p.name for p in registry.hyper_parameters(method)], registry.with_new_names(method, hyper)
         for key in hyper:
             if key not in own:
                 raise unknown("setting", key, [*own, *Config.model_fields])
@@ -310,6 +310,7 @@ def _regions(tables: Any, method: str) -> list[dict[str, Any]]:
         own = dict(given) | {k: v for k, v in table.items() if k not in RegionSettings.model_fields}
         runs = plain.get("method") or method
         known = [] if is_object(runs) else [p.name for p in registry.hyper_parameters(runs)]
+        own = own if is_object(runs) else registry.with_new_names(runs, own)
         for key in own:
             if key not in known:
                 raise unknown("setting of a region", key, [*known, *RegionSettings.model_fields])

@@ -37,7 +37,7 @@ class Setup:
     method: Method
     hierarchy: Hierarchy
     attack: Attack
-    remarks: tuple[str, ...] = ()  # what whoever started the run should know
+    warnings: tuple[str, ...] = ()  # what whoever started the run should know
 
     def pool(self) -> Samples | None:
         """The samples that the server itself holds."""
@@ -73,10 +73,10 @@ def prepare(
     hierarchy = arrange(config, task, federation, method)
     check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
     attack = attack_of(config, federation, hierarchy)
-    return Setup(config, task, federation, method, hierarchy, attack, remarks=tuple(_remarks(config, task)))
+    return Setup(config, task, federation, method, hierarchy, attack, warnings=tuple(_warnings(config, task)))
 
 
-def _remarks(config: Config, task: Task) -> Iterator[str]:
+def _warnings(config: Config, task: Task) -> Iterator[str]:
     if task.proxy is not None and config.proxy != "pool" and len(task.proxy) < config.proxy_size:
         yield f"proxy_size = {config.proxy_size}: the proxy data have {len(task.proxy)} samples, and all are used"
     if (encoder := encoder_of(config)) and not has_learnt(encoder):

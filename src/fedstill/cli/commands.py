@@ -341,7 +341,7 @@ def config_of(method: str, flags: Flags, assignments: list[str]) -> Config:
 
 def known_to(method: str, methods: list[str], assignments: list[str]) -> list[str]:
     """The assignments without those that belong to another of the compared methods only."""
-    own = {m: {p.name for p in registry.hyper_parameters(m)} for m in methods}
+    own = {m: {p.name for p in registry.hyper_parameters(m)} | registry.old_names(m).keys() for m in methods}
     known = []
     for assignment in assignments:
         key = assignment.partition("=")[0]

@@ -91,8 +91,8 @@ class Display(Listener):
             highlight=False,
             soft_wrap=True,
         )
-        for remark in setup.remarks:
-            self._console.print(remark, markup=False, highlight=False, soft_wrap=True)
+        for warning in setup.warnings:
+            self._console.print(warning, markup=False, highlight=False, soft_wrap=True)
         if self._console.is_terminal and done < c.rounds:
             self._bar = Progress(
                 TextColumn("{task.description}"),

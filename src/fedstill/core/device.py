@@ -69,7 +69,7 @@ def on(device: torch.device) -> Iterator[None]:
         _current.reset(token)
 
 
-def here(tensor: Tensor) -> Tensor:
+def to_current_device(tensor: Tensor) -> Tensor:
     """The tensor on the device on which things are made now; itself if it is there."""
     return tensor.to(current())
 

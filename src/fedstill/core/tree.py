@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from fedstill.core.device import here
+from fedstill.core.device import to_current_device
 from fedstill.core.errors import DataError, in_one_line
 
 Tree = Any
@@ -136,7 +136,7 @@ def decode(data: bytes) -> Tree:
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         shape = json.loads(header["__metadata__"]["tree"])
-        return _fill(shape, {name: here(tensor) for name, tensor in load_tensors(data).items()})
+        return _fill(shape, {name: to_current_device(tensor) for name, tensor in load_tensors(data).items()})
     except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise DataError(f"damaged data: {in_one_line(error)}") from error
 

@@ -432,7 +432,7 @@ def regions_of(config: Config, names: Sequence[str]) -> dict[str, IntArray]:
         raise SettingError(
             f"the regions are called {', '.join(wanted)} in the settings, and the keys {', '.join(names)}"
         )
-    if registry.make(config.method, config.hyper).concludes:
+    if registry.make(config.method, config.hyper).has_final_exchange:
         raise SettingError(f"{config.method} asks every client once more at the end, which regions do not pass on")
     called = wanted if any(wanted) else sorted(names)
     return dict(zip(called, assign(config, config.clients), strict=True))

@@ -29,6 +29,12 @@ def label_weights(counts: Tensor) -> Tensor:
     return torch.where(total > 0, shares, torch.full_like(shares, 1 / len(counts)))
 
 
+def normalised(alpha: Tensor) -> Tensor:
+    """Each teacher's share of each sample's sum over the teachers, (K, N) to (K, N); uniform where all are zero."""
+    lifted = alpha.double() + 1e-8
+    return (lifted / lifted.sum(0)).float()
+
+
 def diversity(noise: Tensor, made: Tensor) -> Tensor:
     """exp(-mean_ij d_z(i, j) d_G(i, j)): small when different noise gives different samples.
 

@@ -109,6 +109,12 @@ class ShrinkingGenerator(nn.Module):
         return images
 
 
+def unconditional_generator(shape: Sequence[int], z_dim: int) -> nn.Module:
+    """DaFKD's generator for this shape."""
+    _, height, width = check_image_shape(shape)
+    return (ShrinkingGenerator if height % 16 or width % 16 else TransposedGenerator)(shape, z_dim)
+
+
 class ConditionalGenerator(nn.Module):
     """Noise and a label to an image, as in FedFTG, standardised like the data."""
 

@@ -6,7 +6,7 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
-from fedstill.core.device import here
+from fedstill.core.device import to_current_device
 
 
 def class_auc(logits: Tensor, y: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def class_auc(logits: Tensor, y: Tensor) -> Tensor:
     """
     scores = logits.double().softmax(1)
     is_class = torch.nn.functional.one_hot(y, logits.shape[1]).double()
-    ranks = here(torch.from_numpy(rankdata(scores.cpu().numpy(), axis=0)))
+    ranks = to_current_device(torch.from_numpy(rankdata(scores.cpu().numpy(), axis=0)))
     own, others = is_class.sum(0), (1 - is_class).sum(0)
     wins = (ranks * is_class).sum(0) - own * (own + 1) / 2
     return torch.where((own > 0) & (others > 0), wins / (own * others).clamp(min=1), 0.5)

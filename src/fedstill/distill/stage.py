@@ -1,4 +1,4 @@
-"""Distillation on the server: teachers that are asked once, and the one training loop."""
+"""Distillation on the server: outputs of the teachers, computed once, and training on them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from fedstill.train.losses import soft_kl
 from fedstill.train.task import LocalTraining, Samples, Task
 
 
-def ask(task: Task, teachers: Sequence[Tensor], samples: Samples, threads: int = 1) -> list[Outputs]:
-    """What each teacher says of each sample: one pass over the samples for each, however many epochs follow.
+def predict_all(task: Task, teachers: Sequence[Tensor], samples: Samples, threads: int = 1) -> list[Outputs]:
+    """Outputs of each teacher for each sample: one pass over the samples for each, however many epochs follow.
 
-    Up to `threads` teachers are asked at once, each by one thread: how many they are changes no bit. Networks that
-    draw random numbers while they are asked, from the stream that threads share, are asked one after the other.
+    Up to `threads` teachers predict at once, each in one thread: how many they are changes no bit. Networks that draw
+    random numbers as they predict, from the stream that threads share, do so one after the other.
     """
     at_once = min(threads, len(teachers)) if current() == CPU else 1
     stream = torch.default_generator.get_state()
     if at_once > 1:
-        answers = _ask_at_once(task, teachers, samples, at_once)
+        outputs = _predict_at_once(task, teachers, samples, at_once)
         if torch.equal(stream, torch.default_generator.get_state()):
-            return answers
+            return outputs
         torch.default_generator.set_state(stream)
     return [predict(task, teacher, samples) for teacher in teachers]
 
 
-def _ask_at_once(task: Task, teachers: Sequence[Tensor], samples: Samples, at_once: int) -> list[Outputs]:
+def _predict_at_once(task: Task, teachers: Sequence[Tensor], samples: Samples, at_once: int) -> list[Outputs]:
     free: SimpleQueue[str] = SimpleQueue()
     for role in ["teacher", *(f"teacher {i}" for i in range(1, at_once))]:
         task.nets.get(role)  # made now: the first weights of a network come from a stream that threads share
@@ -51,27 +51,27 @@ def _ask_at_once(task: Task, teachers: Sequence[Tensor], samples: Samples, at_on
         return list(pool.map(one, teachers))
 
 
-def mean_probabilities(answers: Sequence[Outputs], weights: Tensor | None = None) -> Tensor:
+def mean_probabilities(outputs: Sequence[Outputs], weights: Tensor | None = None) -> Tensor:
     """The ensemble's soft prediction (N, C): each teacher's softmax, by weights (K,) or (K, N); uniform if None."""
-    return _mean(torch.stack([a.logits.softmax(1) for a in answers]), weights)
+    return _mean(torch.stack([a.logits.softmax(1) for a in outputs]), weights)
 
 
-def mean_logits(answers: Sequence[Outputs], weights: Tensor | None = None) -> Tensor:
+def mean_logits(outputs: Sequence[Outputs], weights: Tensor | None = None) -> Tensor:
     """The same mean, of the teachers' logits."""
-    return _mean(torch.stack([a.logits for a in answers]), weights)
+    return _mean(torch.stack([a.logits for a in outputs]), weights)
 
 
-def _mean(said: Tensor, weights: Tensor | None) -> Tensor:
+def _mean(outputs: Tensor, weights: Tensor | None) -> Tensor:
     """(K, N, C) over the teachers."""
     if weights is None:
-        return said.mean(0)
-    weights = weights if weights.dim() == 2 else weights.unsqueeze(1).expand(-1, said.shape[1])
-    return torch.einsum("kn,knc->nc", weights, said)
+        return outputs.mean(0)
+    weights = weights if weights.dim() == 2 else weights.unsqueeze(1).expand(-1, outputs.shape[1])
+    return torch.einsum("kn,knc->nc", weights, outputs)
 
 
-def mean_features(answers: Sequence[Outputs]) -> Tensor:
+def mean_features(outputs: Sequence[Outputs]) -> Tensor:
     """The teachers' mean penultimate features (N, d)."""
-    return torch.stack([a.features for a in answers]).mean(0)
+    return torch.stack([a.features for a in outputs]).mean(0)
 
 
 def match_probabilities(targets: Tensor, temperature: float = 1.0) -> Loss:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedstill.attacks.attack import Attack
 from fedstill.core import device, seeds
-from fedstill.core.device import here
+from fedstill.core.device import to_current_device
 from fedstill.core.errors import FedstillError
 from fedstill.core.store import Store
 from fedstill.core.tree import Message, Tree
@@ -94,19 +94,23 @@ class Worker:
 
     def handle(self, request: Request, down: Message) -> Tree:
         """Do what is asked with what the server sent. The answer is data, ready for any wire."""
-        down = {name: here(part) for name, part in down.items()}
+        down = {name: to_current_device(part) for name, part in down.items()}
         if isinstance(request, Score):
             x, y = self._stored(request)
             found = score(self.task, down["model"], x, y)
             # Where a test set is a client's own, only how often the model is right on it is anybody's business.
-            return found if request.source == "test" else {"right": (found["predicted"] == here(y)).to(torch.int8)}
+            return (
+                found
+                if request.source == "test"
+                else {"right": (found["predicted"] == to_current_device(y)).to(torch.int8)}
+            )
         if isinstance(request, Train) and self.regional:
             task, method = self.regional[request.region]
             return replace(self, task=task, method=method, regional=()).handle(request, down)
         began, client = time.perf_counter(), self._client(self.task, request, down)
         if isinstance(request, Conclude):
             client.receive()
-            return {"samples": len(client.data), "message": self.method.last_words(client), "metrics": {}}
+            return {"samples": len(client.data), "message": self.method.final_uplink(client), "metrics": {}}
         objective = self._begin(client)
         client.fit(objective)
         return self._end(client, request, began)
@@ -135,8 +139,8 @@ class Worker:
         return replace(self, task=task, method=method, regional=())._train_together(training, down)
 
     def _train_together(self, requests: Sequence[Train], down: Message) -> list[Tree]:
-        down = {name: here(part) for name, part in down.items()}
-        began, (rows, tasks) = time.perf_counter(), self.task.abreast(len(requests))
+        down = {name: to_current_device(part) for name, part in down.items()}
+        began, (rows, tasks) = time.perf_counter(), self.task.replicas(len(requests))
         clients = [self._client(task, request, down) for task, request in zip(tasks, requests, strict=True)]
         objectives = [self._begin(client) for client in clients]
         joint = can_be_joint(objectives)
@@ -168,7 +172,7 @@ class Worker:
         """What a client is to minimise, with its network at the weights to start from."""
         # For code that draws from PyTorch's global stream without asking for one of its own.
         device.seed_layers(seeds.key(self.task.seed, "global stream", client.round, client.id))
-        return self.method.set_out(client)
+        return self.method.prepare(client)
 
     def _end(self, client: Client, request: Train, began: float) -> dict[str, Any]:
         """What a client that has trained answers; it began at this moment of the clock."""
@@ -176,7 +180,7 @@ class Worker:
         samples = len(client.data)
         if self.attack.on_updates and client.id in self.attack.clients and fault(message, declared) is None:
             message, samples = self.attack.forged(
-                message, samples, client.down["model"], client.flat, client.rng("attack")
+                message, samples, client.down["model"], client.flat, client.stream("attack")
             )
         # A client whose answer the server will drop keeps the state it had.
         if client.touched_state and fault(message, declared) is None:
@@ -203,7 +207,7 @@ class Worker:
         if not self.method.global_model:
             split = self.task.dataset.test
             found = score(self.task, client.flat.read(), split.x, split.y)
-            metrics["test_accuracy"] = float((found["predicted"] == here(split.y)).double().mean())
+            metrics["test_accuracy"] = float((found["predicted"] == to_current_device(split.y)).double().mean())
             metrics["test_loss"] = float(found["loss"].double().mean())
         return metrics
 

@@ -23,7 +23,7 @@ from fedstill.core import seeds
 from fedstill.core.reports import cleaned
 from fedstill.core.store import Store
 from fedstill.core.tree import Message, Tree, first_not_finite
-from fedstill.distill.stage import ask
+from fedstill.distill.stage import predict_all
 from fedstill.methods.kinds import Kind
 from fedstill.models.base import Classifier
 from fedstill.train.client import Client
@@ -146,12 +146,16 @@ class Server:
         self.store = store  # what the method keeps for single clients, on disk
         self._threads = threads  # how many cores it may use at once, while clients wait
 
-    def ask(self, teachers: Sequence[Tensor], samples: Samples) -> list[Outputs]:
-        """What each of these models says of each sample, in one pass; for every epoch that follows."""
-        return ask(self.task, teachers, samples, self._threads)
+    def predict_all(self, models: Sequence[Tensor], samples: Samples) -> list[Outputs]:
+        """Outputs of each of these models for each sample, in one pass; for every epoch that follows."""
+        return predict_all(self.task, models, samples, self._threads)
 
     def rng(self, purpose: str) -> torch.Generator:
-        """A random stream of the server's own, for one purpose in this round."""
+        """A random stream for one purpose of the server in this round: never one that the library draws from."""
+        return self.stream(f"own: {purpose}")
+
+    def stream(self, purpose: str) -> torch.Generator:
+        """The library's own streams; a method declares those it draws from in `streams`."""
         where = (self.round, self.region) if self.region else (self.round,)
         return seeds.torch_rng(self.task.seed, f"server: {purpose}", *where)
 
@@ -166,6 +170,11 @@ class Method:
     needs_server_labels: ClassVar[bool] = False  # samples with labels on the server: the setting `pool`
     changes_model: ClassVar[bool] = False
     extra_information: ClassVar[str] = ""  # what clients reveal beyond weights, in words
+    # Names that methods which are composed may not share: keys of `server.state` and of `client.state`, and purposes of
+    # the random streams it draws from.
+    server_keys: ClassVar[tuple[str, ...]] = ()
+    client_keys: ClassVar[tuple[str, ...]] = ()
+    streams: ClassVar[tuple[str, ...]] = ()
 
     def needs(self) -> Needs:
         """What this method, with these settings, asks for."""
@@ -221,16 +230,10 @@ class Method:
         client.receive()
 
     @final
-    def set_out(self, client: Client) -> Objective:
+    def prepare(self, client: Client) -> Objective:
         """A client's round up to its training."""
         self.receive(client)
         return self.objective(client)
-
-    @final
-    def local(self, client: Client) -> Message:
-        """A client's whole round."""
-        client.fit(self.set_out(client))
-        return self.uplink(client)
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         """4. Update `server` from the uplinks, which come one at a time and in a fixed order.
@@ -244,7 +247,7 @@ class Method:
         return {"model": server.model}
 
     def parts(self) -> list[Method]:
-        """The methods that are joined in this one, the client side first."""
+        """The methods that are composed in this one, the client side first."""
         return [self]
 
     def regional(self) -> Method:
@@ -257,15 +260,15 @@ class Method:
         server.notes["stage"] = "average"
 
     @property
-    def concludes(self) -> bool:
-        """Whether every client is asked once more after the last round, with `client.net` at the final model."""
+    def has_final_exchange(self) -> bool:
+        """Whether every client sends something once more after the last round, with `client.net` at the final model."""
         return False
 
-    def last_words(self, client: Client) -> Message:
-        """What a client says then."""
+    def final_uplink(self, client: Client) -> Message:
+        """What a client sends then."""
         raise NotImplementedError
 
-    def conclude(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+    def final_aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         """What the server makes of it; `models` then gives the result."""
         raise NotImplementedError
 

@@ -31,6 +31,8 @@ class CCVR(Modifier):
     name: ClassVar[str] = "ccvr"
     paper: ClassVar[str] = "Luo et al. 2021"
     extra_information: ClassVar[str] = "mean, covariance and number of each class's features, once"
+    server_keys: ClassVar[tuple[str, ...]] = ("ccvr",)
+    streams: ClassVar[tuple[str, ...]] = ("virtual features", "calibration")
 
     virtual: Annotated[int, Ge(1), "features drawn of each class"] = 200
     calibration_epochs: Annotated[int, Ge(0), "epochs over them"] = 10
@@ -53,10 +55,10 @@ class CCVR(Modifier):
         return replace(super().wire(task), last=last)
 
     @property
-    def concludes(self) -> bool:
+    def has_final_exchange(self) -> bool:
         return True
 
-    def last_words(self, client: Client) -> Message:
+    def final_uplink(self, client: Client) -> Message:
         features = predict(client.task, client.down["model"], client.data).features.double()
         classes, d = client.task.classes, features.shape[1]
         means, covariances = torch.zeros(classes, d).double(), torch.zeros(classes, d, d).double()
@@ -69,9 +71,9 @@ class CCVR(Modifier):
                 covariances[c] = torch.cov(own.T).view(d, d)  # unbiased
         return {"means": means, "covariances": covariances, "counts": counts}
 
-    def conclude(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+    def final_aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         counts, means, covariances = pooled(uplinks)
-        rng = server.rng("virtual features")
+        rng = server.stream("virtual features")
         features, labels = [], []
         for c in torch.nonzero(counts > 1).flatten().tolist():
             spread = root(covariances[c])
@@ -90,7 +92,7 @@ class CCVR(Modifier):
         net = load_for_evaluation(server.task, model, "calibrated")
         head = classifier(net).head
         sgd = SGD(head.parameters(), self.calibration_lr)
-        order = server.rng("calibration")
+        order = server.stream("calibration")
         for _ in range(self.calibration_epochs):
             for ids in torch.split(torch.randperm(len(y), generator=order), self.calibration_batch):
                 sgd.clear()

@@ -29,6 +29,8 @@ class CReFF(ServerSide):
     name: ClassVar[str] = "creff"
     paper: ClassVar[str] = "Shang et al. 2022"
     extra_information: ClassVar[str] = "gradient of the classifier for each class, and which classes it has"
+    server_keys: ClassVar[tuple[str, ...]] = ("synthetic", "head")
+    streams: ClassVar[tuple[str, ...]] = ("synthetic features", "gradient draws", "re-training")
 
     features: Annotated[int, Ge(1), "synthetic features of each class"] = 100
     match_steps: Annotated[int, Ge(0), "steps of matching gradients a round"] = 100
@@ -58,7 +60,7 @@ class CReFF(ServerSide):
 
     def start(self, server: Server) -> None:
         super().start(server)
-        task, rng = server.task, server.rng("synthetic features")
+        task, rng = server.task, server.stream("synthetic features")
         server.state["synthetic"] = torch.randn(task.classes, self.features, task.feature_dim, generator=rng)
         server.state["head"] = read_head(task, server.model)
 
@@ -71,7 +73,7 @@ class CReFF(ServerSide):
         features = predict(task, client.down["model"], client.data).features
         head = loaded_head(task, client.down["model"], client.down["head"])
         gradients, known = torch.zeros(task.classes, len(client.down["head"])), torch.zeros(task.classes)
-        rng = client.rng("gradient draws")
+        rng = client.stream("gradient draws")
         for c in client.data.y.unique().tolist():
             own = features[client.data.y == c]
             known[c] = 1
@@ -91,7 +93,7 @@ class CReFF(ServerSide):
         server.state["synthetic"] = self.match(head, server.state["synthetic"], real, present)
         fresh = task.build("fresh classifier")
         server.state["head"] = self.retrain(
-            classifier(fresh).head, server.state["synthetic"], server.rng("re-training")
+            classifier(fresh).head, server.state["synthetic"], server.stream("re-training")
         )
 
     def match(self, head: nn.Module, start: Tensor, real: Tensor, present: list[int]) -> Tensor:

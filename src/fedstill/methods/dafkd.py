@@ -15,52 +15,32 @@ from fedstill.core import seeds
 from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
 from fedstill.core.weights import FlatNet
-from fedstill.distill.generators import (
-    ConditionalGenerator,
-    ShrinkingGenerator,
-    TransposedGenerator,
-    check_image_shape,
-    to_images,
-    to_inputs,
-)
-from fedstill.distill.stage import as_samples, distil, match_probabilities, mean_logits, mean_probabilities
+from fedstill.distill.auxiliary import Auxiliary, Discriminator, Generator
+from fedstill.distill.ensemble import normalised
+from fedstill.distill.generators import ConditionalGenerator, check_image_shape, unconditional_generator
+from fedstill.distill.stage import match_probabilities, mean_logits, mean_probabilities
 from fedstill.methods.base import Needs, Part, Server, Uplink, Wire
 from fedstill.methods.kinds import Kind
-from fedstill.methods.server_side import ServerSide
-from fedstill.models.base import Classifier
+from fedstill.methods.server_side import Distilling
 from fedstill.models.norms import statistics_kept
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, predict, require_features
 from fedstill.train.loop import Batch, Objective, steps_of
 from fedstill.train.optimizers import Adam, descend
-from fedstill.train.task import LocalTraining, Samples, Task, classifier
+from fedstill.train.task import Samples, Task, classifier
 
 Variant = Literal["full", "no-sharing", "no-correlation", "no-distill"]
 
 
-class Discriminator(nn.Module):
-    """Says, as a logit, whether a sample looks like the client's own data.
-
-    It reads the classifier's features (a shared trunk), or those of a trunk of its own.
-    """
-
-    def __init__(self, feature_dim: int, trunk: Classifier | None) -> None:
-        super().__init__()
-        self.trunk = trunk
-        self.head = nn.Linear(feature_dim, 1)
-
-    def forward(self, x: Tensor, features: Tensor | None = None) -> Tensor:
-        """The logit of each sample being the client's; the classifier's features are needed where it has no trunk."""
-        said: Tensor = self.head(features if self.trunk is None else self.trunk.features(x))
-        return said.squeeze(1)
-
-
 @dataclass(frozen=True)
-class DaFKD(ServerSide):
+class DaFKD(Distilling):
     """Each client's discriminator says how much its model counts for each generated sample."""
 
     name: ClassVar[str] = "dafkd"
     paper: ClassVar[str] = "Wang et al. 2023"
+    server_keys: ClassVar[tuple[str, ...]] = ("generator",)
+    client_keys: ClassVar[tuple[str, ...]] = ("discriminator",)
+    streams: ClassVar[tuple[str, ...]] = ("adversarial noise",)
 
     uniform: Annotated[bool, "average the clients' weights uniformly (Eq. 6), not by sample counts"] = True
     variant: Annotated[Variant, "full, or an ablation: no-sharing (of the trunk), no-correlation, no-distill"] = "full"
@@ -73,12 +53,9 @@ class DaFKD(ServerSide):
     adv_rounds: Annotated[int, Ge(0), "train generator and discriminators only in the first rounds; 0: in all"] = 0
     adv_epochs: Annotated[int, Ge(0), "and only in a round's first epochs; 0: in all"] = 0
     batches: Annotated[int, Ge(1), "generated batches a round for the distillation"] = 40
-    sample_batch: Annotated[int, Ge(2), "B: samples in each"] = 32
-    logit_T: Annotated[float, Ge(0), "average logits and match them at this temperature; 0: probabilities (Eq. 8)"] = (
-        0.0
-    )
+    server_batch: Annotated[int, Ge(2), "B: samples in each, and the batch size of the distillation"] = 32
+    logit_T: Annotated[float, Ge(0), "average logits, matched at this temperature; 0: probabilities (Eq. 8)"] = 0.0
     server_epochs: Annotated[int, Ge(0), "epochs of the distillation"] = 5
-    server_lr: Annotated[float, Gt(0), "learning rate of the distillation (Adam)"] = 1e-3
 
     def check(self, task: Task) -> None:
         check_image_shape(task.dataset.shape)
@@ -95,40 +72,37 @@ class DaFKD(ServerSide):
 
     def wire(self, task: Task) -> Wire:
         inner = super().wire(task)
-        generator = {"generator": Part((self.generator(task).size,), "generator", task.dtype, kind=Kind.GENERATOR)}
+        size = self.generator(task).net.size
+        generator = {"generator": Part((size,), "generator", task.dtype, kind=Kind.GENERATOR)}
         up = inner.up | generator
         if self.judged and self.private:
-            shape = (self.batches * self.sample_batch, task.classes)
-            up |= {
-                "predictions": Part(
-                    shape, "weighted soft predictions of generated samples", optional=True, kind=Kind.PREDICTIONS
-                )
-            }
+            shape, meaning = (
+                (self.batches * self.server_batch, task.classes),
+                "weighted predictions of generated samples",
+            )
+            up |= {"predictions": Part(shape, meaning, optional=True, kind=Kind.PREDICTIONS)}
         elif self.judged:
-            up |= {
-                "discriminator": Part(
-                    (self.discriminator(task).size,), "discriminator", task.dtype, kind=Kind.GENERATOR
-                )
-            }
+            size = self.discriminator(task).net.size
+            up |= {"discriminator": Part((size,), "discriminator", task.dtype, kind=Kind.GENERATOR)}
         return Wire(inner.down | generator, up)
 
     @property
     def judged(self) -> bool:
-        """Whether the server needs to know what the discriminators say."""
+        """Whether the server needs to know the outputs of the discriminators."""
         return self.variant in ("full", "no-sharing")
 
     def needs(self) -> Needs:
-        told = "a generator trained on its data"
+        revealed = "a generator trained on its data"
         if self.judged and self.private:
-            told += ", and weighted predictions of which its discriminator can be worked out"
+            revealed += ", and weighted predictions of which its discriminator can be worked out"
         elif self.judged:
-            told = "a generator and a discriminator trained on its data"
+            revealed = "a generator and a discriminator trained on its data"
         inner = self.inner.needs()
-        return replace(inner, extra_information=(*inner.extra_information, told))
+        return replace(inner, extra_information=(*inner.extra_information, revealed))
 
     def start(self, server: Server) -> None:
         super().start(server)
-        server.state["generator"] = self.new_generator(server.task).read()
+        server.state["generator"] = self.generator(server.task).initial()
 
     def downlink(self, server: Server) -> Message:
         return super().downlink(server) | {"generator": server.state["generator"]}
@@ -139,17 +113,15 @@ class DaFKD(ServerSide):
         """The inner method's, plus telling the client's data from generated samples; generator and all learn."""
         task = client.task
         generator, discriminator = self.generator(task), self.discriminator(task)
-        generator.load(client.down["generator"])
+        params = generator.load(client.down["generator"]).params
         known = client.state.get("discriminator")
-        discriminator.load(self.new_discriminator(task).read() if known is None else known)
-        judge = discriminator.module.train()
+        judge = discriminator.load(discriminator.initial() if known is None else known).module
         assert isinstance(judge, Discriminator)
-        generator.module.train()
         inner = super().objective(client)
         if self.adv_rounds and client.round > self.adv_rounds:
             return inner
-        adam = Adam(generator.params, self.generator_lr)
-        noise, step = client.rng("adversarial noise"), 0
+        adam = Adam(params, self.generator_lr)
+        noise, step = client.stream("adversarial noise"), 0
         a_pass = steps_of(len(client.data), task.local) // task.local.epochs
         last = self.adv_epochs * a_pass if self.adv_epochs else None
 
@@ -160,41 +132,41 @@ class DaFKD(ServerSide):
             if not active():
                 return batch.x[:0]
             with torch.no_grad():
-                return self.make(task, len(batch.y), noise)
+                return generator.draw(len(batch.y), noise)
 
         def term(batch: Batch, out: Outputs) -> Tensor:  # L_adv: Eq. 2 over the 2b samples
             if not active():
                 return torch.zeros(())
             if out.extra is None:  # a trunk of the discriminator's own
-                said = torch.cat([judge(batch.x), judge(inputs(batch))])
+                logit = torch.cat([judge(batch.x), judge(inputs(batch))])
             else:
-                said = judge.head(torch.cat([out.features, out.extra.features])).squeeze(1)
-            real = (torch.arange(len(said)) < len(batch.y)).float()
-            return F.binary_cross_entropy_with_logits(said, real)
+                logit = judge.head(torch.cat([out.features, out.extra.features])).squeeze(1)
+            real = (torch.arange(len(logit)) < len(batch.y)).float()
+            return F.binary_cross_entropy_with_logits(logit, real)
 
         def after(batch: Batch) -> None:  # the generator ascends Eq. 3, in its non-saturating form
             nonlocal step
             if active():
-                made = self.make(task, max(2, len(batch.y)), noise)
+                made = generator.draw(max(2, len(batch.y)), noise)
                 with statistics_kept(judge.trunk or client.net):
-                    said = judge(made) if judge.trunk else judge.head(client.net.features(made)).squeeze(1)
-                descend(-F.logsigmoid(said).mean(), generator.params, adam)
+                    logit = judge(made) if judge.trunk else judge.head(client.net.features(made)).squeeze(1)
+                descend(-F.logsigmoid(logit).mean(), params, adam)
             step += 1
 
         return inner + Objective(term, inputs=None if judge.trunk else inputs, after=after, modules=(judge,))
 
     def uplink(self, client: Client) -> Message:
-        task, discriminator = client.task, self.discriminator(client.task)
-        client.state["discriminator"] = discriminator.read()  # a private head, kept between rounds
-        up = super().uplink(client) | {"generator": self.generator(task).read()}
+        task = client.task
+        client.state["discriminator"] = self.discriminator(task).net.read()  # a private head, kept between rounds
+        up = super().uplink(client) | {"generator": self.generator(task).net.read()}
         if not self.judged or (self.private and client.round == 1):  # the first round is not distilled
             return up
         if not self.private:
-            return up | {"discriminator": discriminator.read()}
+            return up | {"discriminator": client.state["discriminator"]}
         pseudo = self.pseudo(task, client.down["generator"], client.round)
-        said = predict(task, up["model"], pseudo)
-        weight = self.correlations(task, [client.state["discriminator"]], [said], pseudo)[0]
-        return up | {"predictions": weight.unsqueeze(1) * said.logits.softmax(1)}
+        predicted = predict(task, up["model"], pseudo)
+        weight = self.correlations(task, [client.state["discriminator"]], [predicted], pseudo)[0]
+        return up | {"predictions": weight.unsqueeze(1) * predicted.logits.softmax(1)}
 
     # --- server -------------------------------------------------------------------------------------------------
 
@@ -213,88 +185,51 @@ class DaFKD(ServerSide):
             targets = (weighted / weighted.sum(1, keepdim=True)).float()
         else:
             pseudo = self.pseudo(task, server.state["generator"], server.round)
-            answers = server.ask([up["model"] for up in uplinks], pseudo)
+            outputs = server.predict_all([up["model"] for up in uplinks], pseudo)
             weights = None
             if self.judged:
-                weights = normalised(self.correlations(task, [up["discriminator"] for up in uplinks], answers, pseudo))
+                weights = normalised(self.correlations(task, [up["discriminator"] for up in uplinks], outputs, pseudo))
             if self.logit_T:
-                targets = (mean_logits(answers, weights) / self.logit_T).softmax(1)
+                targets = (mean_logits(outputs, weights) / self.logit_T).softmax(1)
             else:
-                targets = mean_probabilities(answers, weights)  # Eq. 8
-        training = LocalTraining(
-            epochs=self.server_epochs, batch_size=self.sample_batch, optimizer="adam", lr=self.server_lr
-        )
-        loss, order = match_probabilities(targets, self.logit_T or 1.0), server.rng("distillation")
-        server.model = distil(task, server.model, pseudo, loss, training, order)
+                targets = mean_probabilities(outputs, weights)  # Eq. 8
+        self.distil(server, pseudo, match_probabilities(targets, self.logit_T or 1.0), epochs=self.server_epochs)
 
     @torch.no_grad()
-    def correlations(self, task: Task, judges: list[Tensor], answers: list[Outputs], pseudo: Samples) -> Tensor:
+    def correlations(self, task: Task, judges: list[Tensor], outputs: list[Outputs], pseudo: Samples) -> Tensor:
         """alpha_{k,i} = D_k(x_i), (K, N), on the features that client k's own trained trunk gives."""
         discriminator, x = self.discriminator(task), pseudo.x(torch.arange(len(pseudo)))
         rows = []
-        for weights, answer in zip(judges, answers, strict=True):
-            discriminator.load(weights)
-            rows.append(discriminator.module.eval()(x, answer.features).sigmoid())
+        for weights, out in zip(judges, outputs, strict=True):
+            rows.append(discriminator.load(weights).module.eval()(x, out.features).sigmoid())
         return torch.stack(rows)
 
     def pseudo(self, task: Task, generator: Tensor, round_: int) -> Samples:
         """The generated samples of a round, the same for whoever has the generator."""
-        self.generator(task).load(generator)
-        self.generator(task).module.train()
         noise = seeds.torch_rng(task.seed, "pseudo set", round_)
-        with torch.no_grad():
-            return as_samples(torch.cat([self.make(task, self.sample_batch, noise) for _ in range(self.batches)]))
+        return self.generator(task).samples(generator, self.batches, self.server_batch, noise)
 
     # --- networks -----------------------------------------------------------------------------------------------
 
-    def make(self, task: Task, count: int, noise: torch.Generator) -> Tensor:
-        """So many samples, as networks see the data, from the generator as it is loaded."""
-        generator = self.generator(task).module
-        z = torch.randn(count, self.z_dim, generator=noise)
-        if self.conditional:
-            made: Tensor = generator(z, torch.randint(0, task.classes, (count,), generator=noise))
-            return made
-        return to_inputs(generator(z), task.dataset.mean, task.dataset.std)
-
-    def generator(self, task: Task) -> FlatNet:
-        """This process's generator network, to load weights into."""
-        return task.nets.get(f"dafkd generator {self.z_dim} {self.conditional}", lambda: self.new_generator(task))
-
-    def new_generator(self, task: Task) -> FlatNet:
+    def generator(self, task: Task) -> Generator:
         shape = task.dataset.shape
 
-        def build() -> FlatNet:
+        def make() -> nn.Module:
             if self.conditional:
-                return FlatNet(ConditionalGenerator(shape, task.classes, self.z_dim))
-            grows = shape[1] % 16 == 0 and shape[2] % 16 == 0
-            return FlatNet((TransposedGenerator if grows else ShrinkingGenerator)(shape, self.z_dim))
+                return ConditionalGenerator(shape, task.classes, self.z_dim)
+            return unconditional_generator(shape, self.z_dim)
 
-        return task.seeded("generator", build)
+        role = f"dafkd generator {self.z_dim} {self.conditional}"
+        return Generator(task, role, "generator", make, self.z_dim, self.conditional)
 
-    def discriminator(self, task: Task) -> FlatNet:
-        """This process's discriminator, to load a client's weights into."""
-        role = f"discriminator {self.variant == 'no-sharing'}"
-        return task.nets.get(role, lambda: self.new_discriminator(task))
-
-    def new_discriminator(self, task: Task) -> FlatNet:
-        def build() -> FlatNet:
+    def discriminator(self, task: Task) -> Auxiliary:
+        def make() -> nn.Module:
             trunk = classifier(FlatNet(task.make_network())) if self.variant == "no-sharing" else None
-            return FlatNet(Discriminator(task.feature_dim, trunk))
+            return Discriminator(task.feature_dim, trunk)
 
-        return task.seeded("discriminator", build)
+        return Auxiliary(task, f"discriminator {self.variant == 'no-sharing'}", "discriminator", make)
 
     def pictures(self, task: Task, state: dict[str, Any], count: int) -> Tensor | None:
         if "generator" not in state:
             return super().pictures(task, state, count)
-        generator = self.generator(task)
-        generator.load(state["generator"])
-        generator.module.train()
-        with torch.no_grad():
-            made = self.make(task, max(2, count), seeds.torch_rng(task.seed, "pictures"))
-        return to_images(made[:count], task.dataset.mean, task.dataset.std)
-
-
-def normalised(alpha: Tensor) -> Tensor:
-    """alpha over its sum over the clients, (K, N); uniform where all are zero."""
-    lifted = alpha.double() + 1e-8
-    return (lifted / lifted.sum(0)).float()
+        return self.generator(task).pictures(state["generator"], count, seeds.torch_rng(task.seed, "pictures"))

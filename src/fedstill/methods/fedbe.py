@@ -9,19 +9,21 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
-from fedstill.distill.stage import distil, match_probabilities, mean_probabilities
+from fedstill.distill.stage import match_probabilities, mean_probabilities
 from fedstill.methods.base import Server, Uplink
-from fedstill.methods.server_side import ServerSide
+from fedstill.methods.server_side import Distilling
 from fedstill.train.task import LocalTraining
 
 
 @dataclass(frozen=True)
-class FedBE(ServerSide):
+class FedBE(Distilling):
     """Models drawn from a distribution over the clients' weights teach the averaged model on proxy data."""
 
     name: ClassVar[str] = "fedbe"
     paper: ClassVar[str] = "Chen & Chao 2021"
     needs_proxy_data: ClassVar[bool] = True
+    training: ClassVar[LocalTraining] = LocalTraining(optimizer="sgd", momentum=0.9, weight_decay=1e-5)
+    streams: ClassVar[tuple[str, ...]] = ("ensemble",)
 
     samples: Annotated[int, Ge(0), "models drawn; 0 with clients_teach is plain ensemble distillation"] = 10
     distribution: Annotated[Literal["gaussian", "dirichlet"], "of the updates, or of the clients' shares"] = "gaussian"
@@ -30,7 +32,6 @@ class FedBE(ServerSide):
     sharpen: Annotated[float, Gt(0), "temperature of the ensemble's probabilities; below 1 sharpens"] = 0.5
     server_epochs: Annotated[int, Ge(0), "epochs over the proxy data a round"] = 20
     server_lr: Annotated[float, Gt(0), "learning rate (SGD, momentum 0.9)"] = 1e-3
-    server_batch: Annotated[int, Ge(1), "batch size of the distillation"] = 128
 
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         if self.server_epochs == 0:
@@ -39,21 +40,13 @@ class FedBE(ServerSide):
         models = torch.stack([up["model"] for up in uplinks])
         teachers = [server.model, *self.draw(server, models)]
         teachers += list(models) if self.clients_teach else []
-        mixture = mean_probabilities(server.ask(teachers, proxy))
+        mixture = mean_probabilities(server.predict_all(teachers, proxy))
         targets = (mixture.clamp(min=1e-38).log() / self.sharpen).softmax(1)  # p^(1/T), normalised
-        training = LocalTraining(
-            epochs=self.server_epochs,
-            batch_size=self.server_batch,
-            lr=self.server_lr,
-            momentum=0.9,
-            weight_decay=1e-5,
-        )
-        loss, order = match_probabilities(targets), server.rng("distillation")
-        server.model = distil(server.task, server.model, proxy, loss, training, order)
+        self.distil(server, proxy, match_probabilities(targets), epochs=self.server_epochs)
 
     def draw(self, server: Server, models: Tensor) -> list[Tensor]:
         """Weights drawn from the distribution that the clients' weights (K, size) suggest."""
-        rng = server.rng("ensemble")
+        rng = server.stream("ensemble")
         if self.distribution == "dirichlet":
             # Dir(1, …, 1) by normalised exponentials
             raw = torch.empty(self.samples, len(models), dtype=torch.float64).exponential_(generator=rng)

@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
@@ -18,6 +17,7 @@ from fedstill.methods.kinds import Kind
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs
 from fedstill.train.loop import Batch, Objective
+from fedstill.train.losses import soft_kl_each
 from fedstill.train.task import Task
 
 
@@ -28,6 +28,7 @@ class FedDistillPlus(FedAvg):
     name: ClassVar[str] = "feddistill-plus"
     paper: ClassVar[str] = "Seo et al. 2020"
     extra_information: ClassVar[str] = "mean logits of each class, and which classes it has"
+    server_keys: ClassVar[tuple[str, ...]] = ("logits", "known")
 
     c: Annotated[float, Ge(0), "weight of the class logits"] = 1.0
 
@@ -58,9 +59,8 @@ class FedDistillPlus(FedAvg):
             counts.index_add_(0, batch.y, torch.ones(len(batch.y)))
             if not teaching:
                 return torch.zeros(())
-            # KL(softmax(class logits) || p), for samples of classes that have been heard of
-            each = F.kl_div(out.logits.log_softmax(1), targets[batch.y], reduction="none").sum(1)
-            return self.c * (each * known[batch.y]).mean()
+            each = soft_kl_each(targets[batch.y], out.logits)
+            return self.c * (each * known[batch.y]).mean()  # of classes that somebody has sent logits of
 
         return Objective(term=term)
 
@@ -83,10 +83,10 @@ class FedDistillPlus(FedAvg):
                 yield up
 
         self.average(server, collected())
-        heard = counts > 0  # a class that nobody had in this round keeps what was known of it
+        present = counts > 0  # a class that nobody had in this round keeps what was known of it
         fresh = (sums / counts.clamp(min=1).unsqueeze(1)).float()
-        server.state["logits"] = torch.where(heard.unsqueeze(1), fresh, server.state["logits"])
-        server.state["known"] = torch.maximum(server.state["known"], heard.float())
+        server.state["logits"] = torch.where(present.unsqueeze(1), fresh, server.state["logits"])
+        server.state["known"] = torch.maximum(server.state["known"], present.float())
 
     def average(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         """What becomes of the weights."""
@@ -99,6 +99,7 @@ class FedDistill(FedDistillPlus):
 
     name: ClassVar[str] = "feddistill"
     paper: ClassVar[str] = "Jeong et al. 2018"
+    client_keys: ClassVar[tuple[str, ...]] = ("model",)
 
     @property
     def global_model(self) -> bool:

@@ -24,6 +24,8 @@ class FedDyn(FedAvg):
 
     name: ClassVar[str] = "feddyn"
     paper: ClassVar[str] = "Acar et al. 2021"
+    server_keys: ClassVar[tuple[str, ...]] = ("h", "mean")
+    client_keys: ClassVar[tuple[str, ...]] = ("h",)
 
     alpha: Annotated[float, Gt(0), "strength of the dynamic regulariser"] = 0.01
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from fedstill.core import seeds
 from fedstill.core.tree import Message
-from fedstill.core.weights import FlatNet
+from fedstill.distill.auxiliary import Generator
 from fedstill.distill.ensemble import diversity, label_weights, load_teachers
-from fedstill.distill.generators import ConditionalGenerator, check_image_shape, to_images
+from fedstill.distill.generators import ConditionalGenerator, check_image_shape
 from fedstill.distill.stage import train_student
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.kinds import Kind
@@ -33,6 +33,8 @@ class FedFTG(ServerSide):
     name: ClassVar[str] = "fedftg"
     paper: ClassVar[str] = "Zhang et al. 2022"
     extra_information: ClassVar[str] = "number of samples of each class"
+    server_keys: ClassVar[tuple[str, ...]] = ("image generator",)
+    streams: ClassVar[tuple[str, ...]] = ("image generator",)
 
     iterations: Annotated[int, Ge(0), "turns of generator and student a round"] = 10
     student_steps: Annotated[int, Ge(1), "steps of the student in each"] = 5
@@ -56,7 +58,7 @@ class FedFTG(ServerSide):
 
     def start(self, server: Server) -> None:
         super().start(server)
-        server.state["image generator"] = self.new_generator(server.task).read()
+        server.state["image generator"] = self.generator(server.task).initial()
 
     def uplink(self, client: Client) -> Message:
         counts = torch.bincount(client.data.y, minlength=client.task.classes).float()
@@ -65,10 +67,8 @@ class FedFTG(ServerSide):
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         if self.iterations == 0:
             return
-        task, rng = server.task, server.rng("image generator")
-        generator = task.nets.get(f"fedftg generator {self.z_dim}", lambda: self.new_generator(task))
-        generator.load(server.state["image generator"])
-        generator.module.train()
+        task, rng = server.task, server.stream("image generator")
+        generator = self.generator(task).load(server.state["image generator"])
         flat = task.nets.get("distilled")
         flat.load(server.model)
         student = classifier(flat)
@@ -83,8 +83,8 @@ class FedFTG(ServerSide):
             student.eval()  # the generator's steps leave its statistics alone
             for weight, teacher in zip(weights, teachers, strict=True):
                 made = generator.module(z, y)
-                said, taught = logits(student, made), logits(teacher, made)
-                differ = (weight[y].unsqueeze(1) * (said - taught.detach()).abs()).mean()
+                student_logits, taught = logits(student, made), logits(teacher, made)
+                differ = (weight[y].unsqueeze(1) * (student_logits - taught.detach()).abs()).mean()
                 known = (weight[y] * F.cross_entropy(taught, y, reduction="none")).mean()
                 spread = diversity(z, made) / len(teachers)
                 loss = -differ + self.lambda_cls * known + self.lambda_dis * spread
@@ -101,16 +101,15 @@ class FedFTG(ServerSide):
         server.model = flat.read()
         server.state["image generator"] = generator.read()
 
+    def generator(self, task: Task) -> Generator:
+        shape = task.dataset.shape
+        role = f"fedftg generator {self.z_dim}"
+        return Generator(
+            task, role, "generator", lambda: ConditionalGenerator(shape, task.classes, self.z_dim), self.z_dim, True
+        )
+
     def pictures(self, task: Task, state: dict[str, Any], count: int) -> Tensor | None:
         if "image generator" not in state:
             return super().pictures(task, state, count)
-        generator, rng = self.new_generator(task), seeds.torch_rng(task.seed, "pictures")
-        generator.load(state["image generator"])
-        with torch.no_grad():
-            z, y = torch.randn(max(2, count), self.z_dim, generator=rng), torch.arange(max(2, count)) % task.classes
-            made = generator.module.train()(z, y)
-        return to_images(made[:count], task.dataset.mean, task.dataset.std)
-
-    def new_generator(self, task: Task) -> FlatNet:
-        shape = task.dataset.shape
-        return task.seeded("generator", lambda: FlatNet(ConditionalGenerator(shape, task.classes, self.z_dim)))
+        rng, y = seeds.torch_rng(task.seed, "pictures"), torch.arange(max(2, count)) % task.classes
+        return self.generator(task).pictures(state["image generator"], count, rng, y)

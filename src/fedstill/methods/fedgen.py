@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedstill.core.tree import Message
-from fedstill.core.weights import FlatNet
+from fedstill.distill.auxiliary import Auxiliary
 from fedstill.distill.ensemble import diversity, label_weights, load_teachers
 from fedstill.distill.generators import FeatureGenerator
 from fedstill.methods.base import Part, Server, Uplink, Wire
@@ -32,6 +32,8 @@ class FedGen(ServerSide):
     name: ClassVar[str] = "fedgen"
     paper: ClassVar[str] = "Zhu et al. 2021"
     extra_information: ClassVar[str] = "number of samples of each class"
+    server_keys: ClassVar[tuple[str, ...]] = ("feature_generator", "generator optimizer")
+    streams: ClassVar[tuple[str, ...]] = ("generated", "generator")
 
     alpha: Annotated[float, Ge(0), "weight of the generated features' cross-entropy on clients"] = 10.0
     beta: Annotated[float, Ge(0), "weight of the generated features' predictions on clients"] = 10.0
@@ -51,13 +53,13 @@ class FedGen(ServerSide):
 
     def wire(self, task: Task) -> Wire:
         inner = super().wire(task)
-        generator = Part((self.generator(task).size,), "generator of features", task.dtype, kind=Kind.GENERATOR)
+        generator = Part((self.generator(task).net.size,), "generator of features", task.dtype, kind=Kind.GENERATOR)
         counts = Part((task.classes,), "samples of each class", least=0, kind=Kind.CLASS_COUNTS)
         return Wire(inner.down | {"feature_generator": generator}, inner.up | {"counts": counts})
 
     def start(self, server: Server) -> None:
         super().start(server)
-        server.state |= {"feature_generator": self.new_generator(server.task).read(), "generator optimizer": {}}
+        server.state |= {"feature_generator": self.generator(server.task).initial(), "generator optimizer": {}}
 
     def downlink(self, server: Server) -> Message:
         return super().downlink(server) | {"feature_generator": server.state["feature_generator"]}
@@ -66,10 +68,8 @@ class FedGen(ServerSide):
         inner = super().objective(client)
         if client.round == 1 or self.alpha == self.beta == 0:
             return inner
-        task, rng = client.task, client.rng("generated")
-        generator = self.generator(task)
-        generator.load(client.down["feature_generator"])
-        module = generator.module.eval()
+        task, rng = client.task, client.stream("generated")
+        module = self.generator(task).load(client.down["feature_generator"]).module.eval()
         fade = self.decay ** (client.round - 1)
 
         def make(y: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ class FedGen(ServerSide):
             y = torch.randint(0, task.classes, (self.generator_batch,), generator=rng)
             by_label = F.cross_entropy(client.net.head(make(y)), y)
             with torch.no_grad():
-                said = client.net.head(make(batch.y))
-            by_prediction = kl(said, out.logits)
+                taught = client.net.head(make(batch.y))
+            by_prediction = kl(taught, out.logits)
             return fade * (self.alpha * by_label + self.beta * by_prediction)
 
         return inner + Objective(term=term)
@@ -93,10 +93,8 @@ class FedGen(ServerSide):
 
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         """Train the generator so that the clients' heads recognise what it makes of a label."""
-        task, rng = server.task, server.rng("generator")
-        generator = self.generator(task)
-        generator.load(server.state["feature_generator"])
-        generator.module.train()
+        task, rng = server.task, server.stream("generator")
+        generator = self.generator(task).load(server.state["feature_generator"])
         adam = Adam(
             generator.params,
             self.generator_lr * self.decay ** (server.round - 1),
@@ -116,13 +114,11 @@ class FedGen(ServerSide):
             descend(loss, generator.params, adam)
         server.state |= {"feature_generator": generator.read(), "generator optimizer": adam.state()}
 
-    def generator(self, task: Task) -> FlatNet:
-        """This process's generator network, to load weights into."""
+    def generator(self, task: Task) -> Auxiliary:
         role = f"fedgen generator {self.hidden} {self.z_dim}"
-        return task.nets.get(role, lambda: self.new_generator(task))
-
-    def new_generator(self, task: Task) -> FlatNet:
-        def build() -> FlatNet:
-            return FlatNet(FeatureGenerator(task.classes, task.feature_dim, self.hidden, self.z_dim))
-
-        return task.seeded("generator", build)
+        return Auxiliary(
+            task,
+            role,
+            "generator",
+            lambda: FeatureGenerator(task.classes, task.feature_dim, self.hidden, self.z_dim),
+        )

@@ -35,6 +35,7 @@ class FedGKD(FedAvg):
 
     name: ClassVar[str] = "fedgkd"
     paper: ClassVar[str] = "Yao et al. 2022"
+    server_keys: ClassVar[tuple[str, ...]] = ("history",)
 
     gamma: Annotated[float, Ge(0), "weight of the teacher; the loss has gamma/2"] = 0.2
     buffer: Annotated[int, Ge(1), "M: how many past global models are averaged"] = 5

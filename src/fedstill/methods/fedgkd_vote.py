@@ -26,6 +26,7 @@ class FedGKDVote(FedAvg):
     name: ClassVar[str] = "fedgkd-vote"
     paper: ClassVar[str] = "Yao et al. 2022"
     needs_server_labels: ClassVar[bool] = True
+    server_keys: ClassVar[tuple[str, ...]] = ("history", "losses")
 
     lambda_: Annotated[float, Ge(0), "total weight of the teachers"] = 0.1
     buffer: Annotated[int, Ge(1), "M: how many past global models teach"] = 5

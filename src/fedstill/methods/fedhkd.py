@@ -29,6 +29,8 @@ class FedHKD(FedAvg):
     name: ClassVar[str] = "fedhkd"
     paper: ClassVar[str] = "Chen et al. 2023"
     extra_information: ClassVar[str] = "mean feature, mean soft prediction and number of samples of each class"
+    server_keys: ClassVar[tuple[str, ...]] = ("class_features", "class_predictions", "counts")
+    streams: ClassVar[tuple[str, ...]] = ("feature noise",)
 
     lambda_: Annotated[float, Ge(0), "weight of the soft predictions"] = 0.05
     gamma: Annotated[float, Ge(0), "weight of the features"] = 0.05
@@ -66,8 +68,8 @@ class FedHKD(FedAvg):
         features, predictions = client.down["class_features"], client.down["class_predictions"]
 
         def term(batch: Batch, out: Outputs) -> Tensor:
-            said = client.net.head(features[known]) / self.T
-            by_prediction = soft_kl(predictions[known], said)
+            logits = client.net.head(features[known]) / self.T
+            by_prediction = soft_kl(predictions[known], logits)
             each = F.mse_loss(out.features, features[batch.y], reduction="none").mean(1)
             by_feature = (each * known[batch.y]).mean()
             return self.lambda_ * by_prediction + self.gamma * by_feature
@@ -78,13 +80,13 @@ class FedHKD(FedAvg):
     def uplink(self, client: Client) -> Message:
         """The trained model, and what it makes of each class on the client's data."""
         client.net.eval()
-        said = [outputs(client.net, x) for x in client.data.parts(EVAL_BATCH)]
-        features = torch.cat([o.features for o in said])
-        predictions = (torch.cat([o.logits for o in said]) / self.T).softmax(1)
+        batches = [outputs(client.net, x) for x in client.data.parts(EVAL_BATCH)]
+        features = torch.cat([o.features for o in batches])
+        predictions = (torch.cat([o.logits for o in batches]) / self.T).softmax(1)
         counts = torch.bincount(client.data.y, minlength=client.task.classes).float()
         means = [class_means(values, client.data.y, client.task.classes) for values in (features, predictions)]
         if self.noise:
-            means[0] += self.noise * torch.randn(means[0].shape, generator=client.rng("feature noise"))
+            means[0] += self.noise * torch.randn(means[0].shape, generator=client.stream("feature noise"))
         return super().uplink(client) | {"class_features": means[0], "class_predictions": means[1], "counts": counts}
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
@@ -100,11 +102,11 @@ class FedHKD(FedAvg):
                 yield up
 
         super().aggregate(server, collected())
-        heard = counts > 0  # a class that nobody had in this round keeps what was known of it
+        present = counts > 0  # a class that nobody had in this round keeps what was known of it
         for name in names:
             fresh = (sums[name] / counts.clamp(min=1).unsqueeze(1)).float()
-            server.state[name] = torch.where(heard.unsqueeze(1), fresh, server.state[name])
-        server.state["counts"] = torch.where(heard, counts.float(), server.state["counts"])
+            server.state[name] = torch.where(present.unsqueeze(1), fresh, server.state[name])
+        server.state["counts"] = torch.where(present, counts.float(), server.state["counts"])
 
 
 def class_means(values: Tensor, labels: Tensor, classes: int) -> Tensor:

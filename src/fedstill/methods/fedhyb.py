@@ -13,28 +13,30 @@ from torch.nn import functional as F
 
 from fedstill.core.errors import SettingError
 from fedstill.data.augment import rotate_by
-from fedstill.distill.stage import distil, mean_features, mean_probabilities
+from fedstill.distill.stage import mean_features, mean_probabilities
 from fedstill.methods.base import Needs, Server, Uplink
 from fedstill.methods.dafkd import DaFKD
-from fedstill.methods.server_side import ServerSide
+from fedstill.methods.server_side import Distilling
 from fedstill.models.slim import check_sliceable, slimmed
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, logits, require_features
 from fedstill.train.loop import Batch, Objective
-from fedstill.train.losses import kl, soft_kl
-from fedstill.train.task import LocalTraining, Samples, Task, classifier
+from fedstill.train.losses import kl, soft_kl, soft_kl_each
+from fedstill.train.task import Samples, Task, classifier
 
 Variant = Literal["full", "1", "2", "3"]
 SCALES = (1.0, 0.875, 0.75)  # 32, 28 and 24 pixels of 32
 
 
 @dataclass(frozen=True)
-class FedHyb(ServerSide):
+class FedHyb(Distilling):
     """Clients teach their own sub-networks; the clients' mean predictions and features teach the averaged model."""
 
     name: ClassVar[str] = "fedhyb"
     paper: ClassVar[str] = "Liu et al. 2024"
     needs_proxy_data: ClassVar[bool] = True
+    order_stream: ClassVar[str] = "hybrid distillation"
+    streams: ClassVar[tuple[str, ...]] = ("sub-networks",)
 
     a: Annotated[float, Ge(0), "weight of the self-distillation"] = 1.0
     eta: Annotated[float, Ge(0), "weight of the predictions on the server"] = 1.0
@@ -48,7 +50,6 @@ class FedHyb(ServerSide):
     beta_per_sample: Annotated[bool, "beta from each sample's loss, not the batch's mean"] = False
     source: Annotated[Literal["proxy", "generated"], "server samples; generated needs dafkd+fedhyb"] = "proxy"
     server_epochs: Annotated[int, Ge(0), "epochs over the server's samples a round"] = 1
-    server_lr: Annotated[float, Gt(0), "learning rate of the distillation (Adam)"] = 1e-3
     server_batch: Annotated[int, Ge(1), "batch size of the distillation"] = 64
 
     @property
@@ -81,7 +82,7 @@ class FedHyb(ServerSide):
         inner = super().objective(client)
         if not self.on_clients:
             return inner
-        rng = client.rng("sub-networks")
+        rng = client.stream("sub-networks")
 
         def term(batch: Batch, out: Outputs) -> Tensor:
             """a sum_m beta_m KL(softmax(q) || softmax(sub_m(R_m x))); the full network teaches and is not taught."""
@@ -89,8 +90,8 @@ class FedHyb(ServerSide):
             for m in range(self.M):
                 width = self.min_width + (1 - self.min_width) * (float(torch.rand((), generator=rng)) if m else 0.0)
                 with slimmed(client.net, width) as sub:
-                    said = logits(sub, self.transformed(batch.x, rng))
-                total = total + self.weighted(out.logits.detach(), said, batch.y)
+                    student = logits(sub, self.transformed(batch.x, rng))
+                total = total + self.weighted(out.logits.detach(), student, batch.y)
             return self.a * total
 
         return inner + Objective(term=term)
@@ -101,8 +102,7 @@ class FedHyb(ServerSide):
             return kl(teacher, student)
         if self.beta_per_sample:
             beta = torch.sigmoid(-F.cross_entropy(student, y, reduction="none")).detach()
-            each = F.kl_div(student.log_softmax(1), teacher.softmax(1), reduction="none").sum(1)
-            return (beta * each).mean()
+            return (beta * soft_kl_each(teacher.softmax(1), student)).mean()
         return torch.sigmoid(-F.cross_entropy(student, y)).detach() * kl(teacher, student)
 
     def transformed(self, x: Tensor, rng: torch.Generator) -> Tensor:
@@ -122,18 +122,15 @@ class FedHyb(ServerSide):
         if not self.on_server:
             return
         samples = self.samples(server)
-        answers = server.ask([up["model"] for up in uplinks], samples)
-        probabilities, features = mean_probabilities(answers), mean_features(answers)  # Eq. 6 and 7
+        outputs = server.predict_all([up["model"] for up in uplinks], samples)
+        probabilities, features = mean_probabilities(outputs), mean_features(outputs)  # Eq. 6 and 7
 
         def loss(batch: Batch, out: Outputs) -> Tensor:
             by_prediction = soft_kl(probabilities[batch.ids], out.logits)
             by_feature = F.mse_loss(out.features, features[batch.ids])
             return self.eta * by_prediction + self.nu * by_feature
 
-        training = LocalTraining(
-            epochs=self.server_epochs, batch_size=self.server_batch, optimizer="adam", lr=self.server_lr
-        )
-        server.model = distil(server.task, server.model, samples, loss, training, server.rng("hybrid distillation"))
+        self.distil(server, samples, loss, epochs=self.server_epochs)
 
     def samples(self, server: Server) -> Samples:
         maker = self.maker()

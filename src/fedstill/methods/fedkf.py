@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from fedstill.aggregate.latest import CacheInit, LatestMean
 from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
-from fedstill.core.weights import FlatNet
-from fedstill.distill.generators import ImageGenerator, check_image_shape, to_inputs
+from fedstill.distill.auxiliary import Generator
+from fedstill.distill.generators import ImageGenerator, check_image_shape
 from fedstill.methods.base import Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.train.client import Client
@@ -33,6 +33,9 @@ class FedKF(FedAvg):
 
     name: ClassVar[str] = "fedkf"
     paper: ClassVar[str] = "Zhou et al. 2022"
+    server_keys: ClassVar[tuple[str, ...]] = ("cache", "oca")
+    client_keys: ClassVar[tuple[str, ...]] = ("generator", "optimizer")
+    streams: ClassVar[tuple[str, ...]] = ("noise",)
 
     gamma: Annotated[float, Ge(0), "weight of the teacher, Eq. 7"] = 1.0
     lambda1: Annotated[float, Ge(0), "weight of the generator's cross-entropy, Eq. 4"] = 0.01
@@ -77,13 +80,7 @@ class FedKF(FedAvg):
         if not self.t1:
             return super().aggregate(server, uplinks)
         cache = LatestMean.restore(server.store, server.state["cache"])
-
-        def cached() -> Iterator[Uplink]:
-            for up in uplinks:
-                cache.replace(up.client, server.round, up["model"], int(server.sizes[up.client]))
-                yield up
-
-        super().aggregate(server, cached())
+        super().aggregate(server, cache.updated(uplinks, server.round, server.sizes))
         server.state |= {"cache": cache.state(), "oca": cache.mean(server.model.dtype)}
         return None
 
@@ -100,19 +97,13 @@ class FedKF(FedAvg):
         task = client.task
         teacher = classifier(load_for_evaluation(task, client.down.get("teacher", client.down["model"]), "teacher"))
         generator = self.generator(task)
-        adam = Adam(generator.params, self.beta)
-        if not self.reset_generator and "generator" in client.state:
-            generator.load(client.state["generator"])
-            adam.restore(client.state["optimizer"])
-        else:
-            generator.load(self.initial_generator(task))
-        generator.module.train()
-        noise = client.rng("noise")
+        kept = {} if self.reset_generator else client.state
+        net = generator.load(kept["generator"] if "generator" in kept else generator.initial())
+        adam = Adam(net.params, self.beta)
+        adam.restore(kept.get("optimizer", {}))
+        noise = client.stream("noise")
         pictures: Tensor  # of this step, with the graph to the generator
-        taught: Outputs  # what the teacher says of them
-
-        def make(z: Tensor) -> Tensor:
-            return to_inputs(generator.module(z), task.dataset.mean, task.dataset.std)
+        taught: Outputs  # the outputs of the teacher for them
 
         def generator_step(pictures: Tensor, taught: Outputs) -> None:
             loss = self.generator_loss(taught)
@@ -120,17 +111,17 @@ class FedKF(FedAvg):
                 client.net.eval()  # only its own steps may move the student's statistics
                 loss = loss - self.gamma * kl(taught.logits, logits(client.net, pictures))
                 client.net.train()
-            descend(loss, generator.params, adam)
+            descend(loss, net.params, adam)
 
         def inputs(batch: Batch) -> Tensor:
             nonlocal pictures, taught
             z = torch.randn(len(batch.y), self.z_dim, generator=noise)
-            pictures = make(z)
+            pictures = generator.inputs(z)
             taught = outputs(teacher, pictures)
             if self.gen_first:
                 generator_step(pictures, taught)
                 with torch.no_grad():  # the student sees the same noise through the updated generator
-                    pictures = make(z)
+                    pictures = generator.inputs(z)
                     taught = outputs(teacher, pictures)
             return pictures.detach()
 
@@ -142,12 +133,12 @@ class FedKF(FedAvg):
             generator_step(pictures, taught)
 
         def done() -> None:
-            client.state["generator"], client.state["optimizer"] = generator.read(), adam.state()
+            client.state["generator"], client.state["optimizer"] = net.read(), adam.state()
 
         return Objective(term=term, inputs=inputs, after=None if self.gen_first else after, done=done)
 
     def generator_loss(self, taught: Outputs) -> Tensor:
-        """L_IE + lambda1 L_CE + lambda2 L_A, from what the teacher says of generated samples: Eq. 1 to 4."""
+        """L_IE + lambda1 L_CE + lambda2 L_A, from the outputs of the teacher for generated samples: Eq. 1 to 4."""
         logits, features = taught.logits, taught.features
         mean = logits.softmax(1).mean(0).clamp(min=1e-12)
         l_ie = (mean * mean.log()).sum()
@@ -157,28 +148,15 @@ class FedKF(FedAvg):
         l_a = -features.abs().mean() if self.activation_mean else -features.abs().sum(1).mean()
         return l_ie + self.lambda1 * l_ce + self.lambda2 * l_a
 
-    def generator(self, task: Task) -> FlatNet:
-        """This process's generator network, to load a client's weights into."""
-        role = f"generator {self.z_dim} {self.width}"
-        return task.nets.get(
-            role,
-            lambda: task.seeded(
-                "generator", lambda: FlatNet(ImageGenerator(task.dataset.shape, self.z_dim, self.width))
-            ),
-        )
-
-    def initial_generator(self, task: Task) -> Tensor:
-        """The weights that every client's generator starts from."""
+    def generator(self, task: Task) -> Generator:
         shape = task.dataset.shape
-        return task.seeded("generator", lambda: FlatNet(ImageGenerator(shape, self.z_dim, self.width))).read()
+        role = f"generator {self.z_dim} {self.width}"
+        return Generator(task, role, "generator", lambda: ImageGenerator(shape, self.z_dim, self.width), self.z_dim)
 
+    @torch.no_grad()
     def pictures(self, task: Task, state: dict[str, Any], count: int) -> Tensor | None:
         if "generator" not in state:
             return None
-        generator = self.generator(task)
-        generator.load(state["generator"])
-        generator.module.train()
         z = torch.randn(max(2, count), self.z_dim, generator=torch.Generator().manual_seed(task.seed))
-        with torch.no_grad():
-            made: Tensor = generator.module(z)
+        made: Tensor = self.generator(task).load(state["generator"]).module(z)
         return made[:count]

@@ -32,6 +32,9 @@ class FedMD(FedAvg):
     paper: ClassVar[str] = "Li & Wang 2019"
     needs_proxy_data: ClassVar[bool] = True
     extra_information: ClassVar[str] = "logits of public samples"
+    server_keys: ClassVar[tuple[str, ...]] = ("logits",)
+    client_keys: ClassVar[tuple[str, ...]] = ("model",)
+    streams: ClassVar[tuple[str, ...]] = ("digest", "public samples")
 
     weight: Annotated[float, Ge(0), "of the consensus, with digest=joint"] = 0.1
     digest: Annotated[Literal["joint", "first"], "learn the consensus beside the private data, or before them"] = (
@@ -71,12 +74,12 @@ class FedMD(FedAvg):
             consensus = client.down["logits"]
             training = LocalTraining(epochs=1, batch_size=256, optimizer=client.task.local.optimizer)
             objective = Objective(base=lambda batch, out: F.l1_loss(out.logits, consensus[batch.ids]))
-            fit(client.flat, public(client.task), objective, training, lr=client.lr, order=client.rng("digest"))
+            fit(client.flat, public(client.task), objective, training, lr=client.lr, order=client.stream("digest"))
 
     def objective(self, client: Client) -> Objective:
         if client.round == 1 or self.weight == 0 or self.digest == "first":
             return Objective()
-        samples, consensus, rng = public(client.task), client.down["logits"], client.rng("public samples")
+        samples, consensus, rng = public(client.task), client.down["logits"], client.stream("public samples")
         ids = torch.empty(0, dtype=torch.long)
 
         def inputs(batch: Batch) -> Tensor:

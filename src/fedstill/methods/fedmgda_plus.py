@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from fedstill.core.device import here
+from fedstill.core.device import to_current_device
 from fedstill.methods.base import Server, Uplink
 from fedstill.methods.fedavg import FedAvg
 
@@ -37,7 +37,7 @@ class FedMGDAPlus(FedAvg):
         g = drifts[:, :trainable] / lengths
         samples = np.array([up.samples for up in ups], float)
         gram = (g @ g.T).cpu().numpy()
-        weights = here(torch.from_numpy(common_descent(gram, samples / samples.sum(), self.epsilon)))
+        weights = to_current_device(torch.from_numpy(common_descent(gram, samples / samples.sum(), self.epsilon)))
         model = w_t - weights @ drifts  # buffers: the weighted mean
         model[:trainable] = w_t[:trainable] - self.eta * (weights @ g)
         server.model = model.to(server.model.dtype)

@@ -15,57 +15,23 @@ from torch.nn import functional as F
 from fedstill.core import seeds
 from fedstill.core.errors import SettingError
 from fedstill.distill.reliability import among_teachers, class_auc
-from fedstill.distill.stage import distil
+from fedstill.distill.split import Split, split_by_use
 from fedstill.methods.base import Method, Server, Uplink
-from fedstill.methods.server_side import ServerSide
+from fedstill.methods.server_side import Distilling
 from fedstill.train.evaluate import Outputs, predict
 from fedstill.train.loop import Batch, Loss
-from fedstill.train.task import LocalTraining, Samples
+from fedstill.train.losses import SoftTargets
 
 
 @dataclass(frozen=True)
-class Pool:
-    """The server's samples, by what they are used for."""
-
-    samples: Samples  # all that are used
-    taught: Tensor  # places of those that the student learns from
-    checked: Tensor  # places of those, labelled, that tell who is reliable
-    labelled: Tensor  # for each taught sample, whether its label may be used
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """Soft targets of teachers: sum_r w_r KL(p_r || q), ready for any student q.
-
-    The sum is a constant minus the cross-entropy of q against sum_r w_r p_r, so that a step costs the same however
-    many teachers there are.
-    """
-
-    temperature: float
-    mixture: Tensor  # (N, C): sum_r w_r p_r
-    constant: Tensor  # (N,): sum_r w_r sum_c p_rc log p_rc
-
-    @classmethod
-    def of(cls, logits: Tensor, weights: Tensor, temperature: float) -> Lesson:
-        """From (R, N, C) logits and (R, N) weights."""
-        log_p = (logits / temperature).log_softmax(2)
-        own = (log_p.exp() * log_p).sum(2)
-        return cls(temperature, torch.einsum("rn,rnc->nc", weights, log_p.exp()), (weights * own).sum(0))
-
-    def loss(self, ids: Tensor, student: Tensor) -> Tensor:
-        """T² times the weighted divergence, of each sample."""
-        log_q = (student / self.temperature).log_softmax(1)
-        return self.temperature**2 * (self.constant[ids] - (self.mixture[ids] * log_q).sum(1))
-
-
-@dataclass(frozen=True)
-class LKD(ServerSide):
+class LKD(Distilling):
     """Regions (or clients) teach the global model, each by its reliability on the class it predicts."""
 
     name: ClassVar[str] = "lkd"
     paper: ClassVar[str] = "Nguyen et al. 2022"
     needs_server_labels: ClassVar[bool] = True
     stage: ClassVar[str] = "lkd"  # what a distillation is called in the records
+    order_stream: ClassVar[str] = "label-driven distillation"
 
     Tw: Annotated[float, Ge(0), "how sharply reliability counts; 0: all teachers alike"] = 4.0
     T: Annotated[float, Gt(0), "temperature of the distillation"] = 3.0
@@ -81,8 +47,6 @@ class LKD(ServerSide):
         0.0
     )
     server_epochs: Annotated[int, Ge(0), "epochs of the distillation"] = 10
-    server_lr: Annotated[float, Gt(0), "learning rate of the distillation (Adam)"] = 1e-3
-    server_batch: Annotated[int, Ge(1), "batch size of the distillation"] = 128
 
     # --- where the teachers come from -----------------------------------------------------------------------------
 
@@ -103,19 +67,17 @@ class LKD(ServerSide):
 
     def teach(self, server: Server, old: Tensor, teachers: Sequence[Tensor]) -> None:
         """Distil the teachers, and the old model, into `server.model`, which is their average so far."""
-        began, task = time.perf_counter(), server.task
+        began = time.perf_counter()
         pool = self.pool(server)
-        answers = server.ask(teachers, pool.samples)  # once; so is everything that follows from them
-        auc = torch.stack([class_auc(a.logits[pool.checked], pool.samples.y[pool.checked]) for a in answers])
+        outputs = server.predict_all(teachers, pool.samples)  # once; so is everything that follows from them
+        auc = torch.stack([class_auc(a.logits[pool.checked], pool.samples.y[pool.checked]) for a in outputs])
         beta = among_teachers(auc, self.Tw)
         gap = beta.max(0).values - beta.min(0).values
         distils = self.distils(gap)
         if distils and self.server_epochs:
             start = server.model if self.student_init == "avg" else old
-            training = LocalTraining(self.server_epochs, self.server_batch, optimizer="adam", lr=self.server_lr)
-            taught = pool.samples.take(pool.taught)
-            loss = self.joint_loss(server, pool, answers, beta, old)
-            server.model = distil(task, start, taught, loss, training, server.rng("label-driven distillation"))
+            loss = self.joint_loss(server, pool, outputs, beta, old)
+            self.distil(server, pool.samples.take(pool.taught), loss, epochs=self.server_epochs, start=start)
         server.notes |= {
             "stage": self.stage if distils and self.server_epochs else "average",
             "disagreement": self.disagreement(gap),
@@ -130,11 +92,11 @@ class LKD(ServerSide):
     def disagreement(self, gap: Tensor) -> float:
         return float(gap.max())
 
-    def joint_loss(self, server: Server, pool: Pool, answers: Sequence[Outputs], beta: Tensor, old: Tensor) -> Loss:
+    def joint_loss(self, server: Server, pool: Split, outputs: Sequence[Outputs], beta: Tensor, old: Tensor) -> Loss:
         """lambda1 sum_r L_r + lambda2 L_upd + lambda3 L_CE (Eq. 9), each a mean over the batch."""
-        said = torch.stack([a.logits[pool.taught] for a in answers])  # (R, N, C)
-        lambda1, lambda2 = self.coefficients(len(answers))
-        by_teachers = Lesson.of(said, by_prediction(beta, said).to(said.dtype), self.T)
+        logits = torch.stack([a.logits[pool.taught] for a in outputs])  # (R, N, C)
+        lambda1, lambda2 = self.coefficients(len(outputs))
+        by_teachers = SoftTargets.of(logits, by_prediction(beta, logits).to(logits.dtype), self.T)
         by_old = self.from_old(server, pool, old) if self.update else None
 
         def loss(batch: Batch, out: Outputs) -> Tensor:
@@ -156,14 +118,14 @@ class LKD(ServerSide):
         lambda1 = (1 - self.lambda3) * teachers / (teachers + 1)
         return lambda1, lambda1 / teachers
 
-    def from_old(self, server: Server, pool: Pool, old: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    def from_old(self, server: Server, pool: Split, old: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
         """beta_old KL(old || student) of each sample; beta_old compares the two anew in every epoch (Eq. 4, 8)."""
         task, y = server.task, pool.samples.y[pool.checked]
         checked = pool.samples.take(pool.checked)
-        said = predict(task, old, pool.samples)
-        own = said.logits[pool.taught].unsqueeze(0)
-        old_auc = class_auc(said.logits[pool.checked], y)
-        lesson, seen = Lesson.of(own, torch.ones(own.shape[:2], dtype=own.dtype), self.T), 0
+        outputs = predict(task, old, pool.samples)
+        own = outputs.logits[pool.taught].unsqueeze(0)
+        old_auc = class_auc(outputs.logits[pool.checked], y)
+        lesson, seen = SoftTargets.of(own, torch.ones(own.shape[:2], dtype=own.dtype), self.T), 0
         weight = torch.empty(0)
 
         def loss(ids: Tensor, student: Tensor) -> Tensor:
@@ -177,43 +139,22 @@ class LKD(ServerSide):
 
         return loss
 
-    def pool(self, server: Server) -> Pool:
-        """The samples by their use: the same in every round."""
+    def pool(self, server: Server) -> Split:
+        """The server's samples by their use: the same in every round."""
         assert server.pool is not None
-        y, rng = server.pool.y, seeds.torch_rng(server.task.seed, "lkd pool")
-        used = torch.nonzero(chosen(y, self.server_frac, self.pool_choice == "balanced", rng)).flatten()
-        labelled = chosen(y[used], self.labelled_frac, False, rng)
-        checked = labelled
-        taught = torch.ones(len(used), dtype=torch.bool)
-        if self.val_split:
-            checked = torch.zeros_like(labelled)
-            checked[labelled] = chosen(y[used][labelled], self.val_split, False, rng)
-            taught = ~checked
-        places = torch.arange(len(used))
-        if not checked.any() or not taught.any():
+        rng, even = seeds.torch_rng(server.task.seed, "lkd pool"), self.pool_choice == "balanced"
+        split = split_by_use(server.pool, self.server_frac, even, self.labelled_frac, self.val_split, rng)
+        if not len(split.checked) or not len(split.taught):
             raise SettingError(
-                f"{self.name}: of {len(y)} pool samples none is left to check teachers on or to teach with; raise "
-                "pool, or lower val_split"
+                f"{self.name}: of {len(server.pool)} pool samples none is left to check teachers on or to teach with; "
+                "raise pool, or lower val_split"
             )
-        return Pool(server.pool.take(used), places[taught], places[checked], labelled[taught])
+        return split
 
 
 def by_prediction(beta: Tensor, logits: Tensor) -> Tensor:
     """Each teacher's weight for each sample: that of the class it predicts, (R, C) and (R, N, C) to (R, N)."""
     return beta.gather(1, logits.argmax(2))
-
-
-def chosen(y: Tensor, share: float, even: bool, rng: torch.Generator) -> Tensor:
-    """Which samples belong to a share of them, classes in proportion or as even as they allow."""
-    counts = torch.bincount(y)
-    wanted = (share * counts).round().long().clamp(min=1)
-    if even:
-        wanted = torch.full_like(counts, max(1, round(share * len(y) / max(1, int((counts > 0).sum())))))
-    order = torch.randperm(len(y), generator=rng)
-    by_class = order[torch.sort(y[order], stable=True).indices]
-    rank = torch.empty_like(y)
-    rank[by_class] = torch.arange(len(y)) - (counts.cumsum(0) - counts)[y[by_class]]
-    return rank < wanted[y]
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,19 @@ class Modifier(Method):
     def averages_all_clients(self) -> bool:
         return self.inner.averages_all_clients
 
+    @property
+    def fewest_clients(self) -> int:
+        return self.inner.fewest_clients
+
     def check(self, task: Task) -> None:
         if any(type(part) is type(self) for part in self.inner.parts()):
-            raise SettingError(f"{self.name} can be joined once")
+            raise SettingError(f"{self.name} can be composed once")
         rules = [part.name for part in self.inner.parts() if isinstance(part, Modifier) and part.rule]
         if rules and not self.rule:
-            last = f"leave {self.name} out" if self.concludes else f"put {rules[-1]} last"
+            last = f"leave {self.name} out" if self.has_final_exchange else f"put {rules[-1]} last"
             raise SettingError(f"{self.name} after {rules[-1]} uses what clients send as it comes, undefended; {last}")
         self.inner.check(task)
+        refuse_collisions(self, task)
 
     def parts(self) -> list[Method]:
         return [*self.inner.parts(), self]
@@ -57,6 +62,8 @@ class Modifier(Method):
 
     def start(self, server: Server) -> None:
         self.inner.start(server)
+        if taken := sorted(server.state.keys() & set(self.server_keys)):
+            raise SettingError(f"{self.name} keeps {taken[0]!r} in server.state, and so does the method before it")
 
     def begin(self, server: Server) -> None:
         self.inner.begin(server)
@@ -86,14 +93,41 @@ class Modifier(Method):
         self.inner.merge(server, models)
 
     @property
-    def concludes(self) -> bool:
-        return self.inner.concludes
+    def has_final_exchange(self) -> bool:
+        return self.inner.has_final_exchange
 
-    def last_words(self, client: Client) -> Message:
-        return self.inner.last_words(client)
+    def final_uplink(self, client: Client) -> Message:
+        return self.inner.final_uplink(client)
 
-    def conclude(self, server: Server, uplinks: Iterator[Uplink]) -> None:
-        self.inner.conclude(server, uplinks)
+    def final_aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        self.inner.final_aggregate(server, uplinks)
 
     def pictures(self, task: Task, state: dict[str, Any], count: int) -> Tensor | None:
         return self.inner.pictures(task, state, count)
+
+
+_FACTS = ("counts",)  # what any method may ask of a client under the same name, if it means the same
+
+
+def refuse_collisions(method: Modifier, task: Task) -> None:
+    """Refuse a composition in which two parts use one name for two things."""
+    for part in method.inner.parts():
+        for what, own, theirs in (
+            ("the key {} of server.state", method.server_keys, part.server_keys),
+            ("the key {} of client.state", method.client_keys, part.client_keys),
+            ("the random stream {}", method.streams, part.streams),
+        ):
+            if both := sorted(set(own) & set(theirs)):
+                raise SettingError(_refusal(method, part.name, what.format(repr(both[0]))))
+    alone, inner, whole = replace(method, inner=FedAvg()).wire(task), method.inner.wire(task), method.wire(task)
+    before = "+".join(part.name for part in method.inner.parts())
+    for sent, known in ((alone.down, inner.down), (alone.up, inner.up), (alone.last, inner.last)):
+        for name in sorted(sent.keys() & known.keys() - {"model"}):
+            if name not in _FACTS or sent[name] != known[name]:
+                raise SettingError(_refusal(method, before, f"{name!r} in their messages"))
+    if lost := sorted(inner.last.keys() - whole.last.keys()):
+        raise SettingError(f"{method.name} leaves {lost[0]!r} out of the final exchange, which {before} needs")
+
+
+def _refusal(method: Method, other: str, what: str) -> str:
+    return f"{other} and {method.name} cannot be composed: both use {what}, each for something of its own"

@@ -26,6 +26,7 @@ class MOON(FedAvg):
     name: ClassVar[str] = "moon"
     paper: ClassVar[str] = "Li et al. 2021"
     changes_model: ClassVar[bool] = True
+    client_keys: ClassVar[tuple[str, ...]] = ("previous",)
 
     mu: Annotated[float, Ge(0), "weight of the contrast"] = 5.0
     tau: Annotated[float, Gt(0), "temperature of the contrast"] = 0.5

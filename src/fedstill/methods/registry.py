@@ -1,12 +1,15 @@
-"""Methods by name. Modifiers are joined to a method by `+`: `fedprox+t1`."""
+"""Methods by name. Modifiers are composed with a method by `+`: `fedprox+t1`."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import math
 from collections import Counter
+from collections.abc import Mapping
 from functools import cache
+from itertools import chain
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -58,6 +61,13 @@ _MODIFIERS = {
     "centered-clip": "robust:CenteredClip",
     "fltrust": "robust:FLTrust",
 }
+# Settings that had another name before, by the method that declares them. The old names are still accepted.
+_RENAMED = {
+    "feddf": {"server_steps": "steps"},
+    "dafkd": {"server_batch": "sample_batch"},
+}
+
+log = logging.getLogger(__name__)
 
 
 def names() -> list[str]:
@@ -71,9 +81,9 @@ def modifiers() -> list[str]:
 
 
 def find(name: str) -> list[type[Method]]:
-    """The classes that a name stands for: a method, by its id or as `file.py:Class`, and what is joined to it."""
+    """The classes that a name stands for: a method, by its id or as `file.py:Class`, and what is composed with it."""
     first, *others = split(name)
-    return [_method(first), *(_joined(other, first) for other in others)]
+    return [_method(first), *(_composed(other, first) for other in others)]
 
 
 def split(name: str) -> list[str]:
@@ -83,7 +93,7 @@ def split(name: str) -> list[str]:
     return [file + colon + first, *others]
 
 
-def _joined(name: str, first: str) -> type[Method]:
+def _composed(name: str, first: str) -> type[Method]:
     """What may stand after a `+`: a modifier, or a method that works on the server after any other."""
     found = _import(_MODIFIERS | _METHODS, "modifier or server side", name)
     if not issubclass(found, Modifier):
@@ -112,7 +122,7 @@ def _import(known: dict[str, str], kind: str, name: str) -> type[Method]:
 class HyperParameter:
     """A setting of a method, under the name users write (`lambda` for the field `lambda_`).
 
-    Where two joined methods have the same name, it is written with the method's id: `dafkd.server_lr`.
+    Where two composed methods have the same name, it is written with the method's id: `dafkd.server_lr`.
     """
 
     name: str
@@ -122,17 +132,63 @@ class HyperParameter:
 
 
 def hyper_parameters(name: str) -> list[HyperParameter]:
-    """The settings of a method and of what is joined to it."""
+    """The settings of a method and of what is composed with it."""
     return [parameter for own in _by_part(find(name)) for parameter in own]
 
 
-def _by_part(parts: list[type[Method]]) -> list[list[HyperParameter]]:
+def _by_part(parts: list[type[Method]], *, before: bool = False) -> list[list[HyperParameter]]:
+    """Each part's settings, by the names they have now or had before; one that several have, with the method's id."""
     plain = [_own(part) for part in parts]  # type: ignore[arg-type]  # mypy means instances
+    if before:
+        plain = [
+            tuple(dataclasses.replace(p, name=_renamed(part).get(p.name, p.name)) for p in own)
+            for part, own in zip(parts, plain, strict=True)
+        ]
     often = Counter(parameter.name for own in plain for parameter in own)
     return [
         [dataclasses.replace(p, name=f"{part.name or part.__name__}.{p.name}") if often[p.name] > 1 else p for p in own]
         for part, own in zip(parts, plain, strict=True)
     ]
+
+
+def _renamed(method: type[Method]) -> dict[str, str]:
+    known = [_RENAMED.get(getattr(base, "name", ""), {}) for base in method.__mro__]
+    return {new: old for renames in known for new, old in renames.items()}
+
+
+def old_names(name: str) -> dict[str, str]:
+    """Names that settings had before, each with the one it has now.
+
+    >>> old_names("feddf")
+    {'steps': 'server_steps'}
+    """
+    parts = find(name)
+    pairs = zip(chain(*_by_part(parts, before=True)), chain(*_by_part(parts)), strict=True)
+    return {old.name: now.name for old, now in pairs if old.name != now.name}
+
+
+def with_new_names(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a method under the names they have now; a warning says which had an old one."""
+    new = old_names(name)
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key in new:
+            _warn(name, key, new[key])
+        if (key_now := new.get(key, key)) in found:
+            raise SettingError(f"{key_now} is given twice, once under an old name; leave one of them out")
+        found[key_now] = value
+    return found
+
+
+@cache  # once
+def _warn(method: str, old: str, new: str) -> None:
+    log.warning("%s: the setting %s is called %s now", method, old, new)
+
+
+def with_old_names(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings under the names they first had, for what is derived from them and must never change."""
+    old = {new: old for old, new in old_names(name).items()}
+    return {old.get(key, key): value for key, value in settings.items()}
 
 
 @cache
@@ -153,7 +209,7 @@ def make(name: str, settings: dict[str, Any] | None = None) -> Method:
     >>> make("fedprox", {"mu": 0.1})
     FedProx(mu=0.1)
     """
-    parts, settings = find(name), settings or {}
+    parts, settings = find(name), with_new_names(name, settings or {})
     by_part = _by_part(parts)
     known = [parameter.name for own in by_part for parameter in own]
     for key in settings:
@@ -203,9 +259,9 @@ def explain(error: ValidationError) -> str:
 
 
 def settings_of(method: Method) -> dict[str, Any]:
-    """All settings of a method and of what it is joined to, under the names users write."""
-    chain = [method]
-    while isinstance(chain[0], Modifier):
-        chain.insert(0, chain[0].inner)
-    by_part = _by_part([type(part) for part in chain])
-    return {p.name: getattr(part, p.field) for part, own in zip(chain, by_part, strict=True) for p in own}
+    """All settings of a method and of what it is composed with, under the names users write."""
+    composed = [method]
+    while isinstance(composed[0], Modifier):
+        composed.insert(0, composed[0].inner)
+    by_part = _by_part([type(part) for part in composed])
+    return {p.name: getattr(part, p.field) for part, own in zip(composed, by_part, strict=True) for p in own}

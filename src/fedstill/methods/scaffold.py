@@ -27,6 +27,8 @@ class SCAFFOLD(FedAvg):
     name: ClassVar[str] = "scaffold"
     paper: ClassVar[str] = "Karimireddy et al. 2020"
     extra_information: ClassVar[str] = "its control variate (a mean gradient)"
+    server_keys: ClassVar[tuple[str, ...]] = ("c",)
+    client_keys: ClassVar[tuple[str, ...]] = ("c",)
 
     server_lr: Annotated[float, Gt(0), "how far the server goes towards the clients' mean"] = 1.0
 

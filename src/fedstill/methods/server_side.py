@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge, Gt
+from torch import Tensor
 
 from fedstill.core.errors import SettingError
+from fedstill.distill.stage import distil
 from fedstill.methods.base import Server, Uplink
 from fedstill.methods.modifier import Modifier
-from fedstill.train.task import Samples, Task
+from fedstill.train.loop import Loss
+from fedstill.train.task import LocalTraining, Samples, Task
 
 
 @dataclass(frozen=True)
@@ -53,3 +58,40 @@ class ServerSide(Modifier):
         """The unlabelled samples that `check` made sure of."""
         assert server.task.proxy is not None
         return server.task.proxy
+
+
+@dataclass(frozen=True)
+class Distilling(ServerSide):
+    """A server side that trains the average further, on samples of the server's.
+
+    How long is a setting of each method: `server_epochs`, or `server_steps`.
+    """
+
+    training: ClassVar[LocalTraining] = LocalTraining(optimizer="adam")  # the rest of it is set below
+    order_stream: ClassVar[str] = "distillation"  # of the order of the samples
+
+    server_lr: Annotated[float, Gt(0), "learning rate of the distillation (Adam)"] = 1e-3
+    server_batch: Annotated[int, Ge(1), "batch size of the distillation"] = 128
+
+    def distil(
+        self,
+        server: Server,
+        samples: Samples,
+        loss: Loss,
+        *,
+        epochs: int = 1,
+        steps: int = 0,
+        start: Tensor | None = None,
+    ) -> None:
+        """Train `server.model`, or the model to start from, with this loss: for epochs of so many steps, or passes."""
+        training = replace(
+            self.training, epochs=epochs, steps_per_epoch=steps, batch_size=self.server_batch, lr=self.server_lr
+        )
+        start = server.model if start is None else start
+        server.model = distil(server.task, start, samples, loss, training, server.stream(self.own_order_stream))
+
+    @property
+    def own_order_stream(self) -> str:
+        """A stream that no other part of the composition draws the order of its samples from."""
+        others = [part.order_stream for part in self.inner.parts() if isinstance(part, Distilling)]
+        return f"{self.name}: {self.order_stream}" if self.order_stream in others else self.order_stream

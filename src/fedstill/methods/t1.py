@@ -23,6 +23,7 @@ class T1(Modifier):
 
     name: ClassVar[str] = "t1"
     paper: ClassVar[str] = "Zhou et al. 2022"
+    server_keys: ClassVar[tuple[str, ...]] = ("t1",)
 
     cache_init: Annotated[CacheInit, "clients never active: left out (seen), or with the initial weights (w0)"] = "seen"
 
@@ -38,18 +39,12 @@ class T1(Modifier):
         return True
 
     def start(self, server: Server) -> None:
-        server.state[_STATE] = LatestMean.start(server.store, server.model, server.sizes, self.cache_init).state()
         super().start(server)
+        server.state[_STATE] = LatestMean.start(server.store, server.model, server.sizes, self.cache_init).state()
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         latest = LatestMean.restore(server.store, server.state[_STATE])
-
-        def remembered() -> Iterator[Uplink]:
-            for up in uplinks:
-                latest.replace(up.client, server.round, up["model"], int(server.sizes[up.client]))
-                yield up
-
-        super().aggregate(server, remembered())
+        super().aggregate(server, latest.updated(uplinks, server.round, server.sizes))
         server.state[_STATE] = latest.state()
 
     def models(self, server: Server) -> dict[str, Tensor]:

@@ -167,8 +167,8 @@ def run_in_directory(
     """Carry out what is left to do in a run directory, on another engine than the settings name if one is given."""
     try:
         with logging_to(directory.path / files.LOG), devices.on(devices.find(setup.config.device)):
-            for remark in setup.remarks:
-                log.info("%s", remark)
+            for warning in setup.warnings:
+                log.info("%s", warning)
             loop = loop_class(setup, directory, listener, engine)
             summary = loop.run()
             return Result(summary, loop.records, loop.trained(), directory.path)

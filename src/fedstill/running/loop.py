@@ -168,14 +168,14 @@ class RoundLoop:
                     self.checkpoint()
                 self.listener.round_done(record)
             self.directory.settle()
-            if self.setup.method.concludes:
+            if self.setup.method.has_final_exchange:
                 self._final_exchange(engine)
                 evaluation = None
             if evaluation is None and self.setup.method.global_model:
                 evaluation = evaluate(engine, self.setup.federation, self.model())
         summary = summarise(config, self.records, self._last)
         summary |= {"parameters": setup.task.size, "versions": versions()}
-        if self.setup.method.concludes and evaluation is not None:
+        if self.setup.method.has_final_exchange and evaluation is not None:
             last = {f"final_{name}": value for name, value in without_nan(evaluation.record()).items()}
             summary["also"] = {"after the last exchange": last, **summary.get("also", {})}
         self._write_results(summary, evaluation)
@@ -379,7 +379,7 @@ class RoundLoop:
         declared, judge = method.wire(self.setup.task).last, self.judge(engine, down, "last")
         uplinks = Checked(clients, answers, declared, least=config.min_clients, tick=lambda: None, judge=judge)
         with self._stream("last layers"):
-            method.conclude(self.server, iter(uplinks))
+            method.final_aggregate(self.server, iter(uplinks))
         self._last = {
             "bytes_down": nbytes({"model": self.model()}) * len(clients),
             "bytes_up": uplinks.bytes_up,
@@ -394,7 +394,7 @@ class RoundLoop:
             yield
 
     def _models(self) -> dict[str, Tensor]:
-        if not (self.setup.hierarchy.flat or self.setup.method.concludes):
+        if not (self.setup.hierarchy.flat or self.setup.method.has_final_exchange):
             return {"model": self.server.model}
         models = self.setup.method.models(self.server)
         for name, model in models.items():

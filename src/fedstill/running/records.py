@@ -59,8 +59,8 @@ def of_own_models(uplinks: Tally) -> Record:
     }
 
 
-def summarise(config: Config, records: Sequence[Record], last_words: Mapping[str, int]) -> Record:
-    """Best and final numbers, and the cost; `last_words` is what crossed after the last round."""
+def summarise(config: Config, records: Sequence[Record], final_exchange: Mapping[str, int]) -> Record:
+    """Best and final numbers, and the cost; `final_exchange` is what crossed after the last round."""
     scored = [r for r in records if r["evaluated"]]
     last = scored[-FINAL_EVALUATIONS:]
     summary: Record = {"method": config.method, "seed": config.seed, "rounds": len(records)}
@@ -69,7 +69,7 @@ def summarise(config: Config, records: Sequence[Record], last_words: Mapping[str
         "final_is_mean_of": len(last),
         "best_round": max(scored, key=lambda r: r["accuracy"] or 0)["round"],
         "final_per_class": last[-1].get("per_class"),
-        **{name: sum(r[name] for r in records) + last_words.get(name, 0) for name in _COUNTED},
+        **{name: sum(r[name] for r in records) + final_exchange.get(name, 0) for name in _COUNTED},
         **{name: sum(r[name] for r in records) for name in ("seconds", "eval_seconds")},
         "bytes_regions": sum(r["episode"]["bytes"] for r in records if "episode" in r),
     }

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from fedstill.core.device import here
+from fedstill.core.device import to_current_device
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import Message, Tree, nbytes
 from fedstill.methods.base import Part, Uplink, fault
@@ -62,7 +62,7 @@ class Checked:
             self.good.append(client)
             for name, value in metrics.items():
                 self.metrics.setdefault(name, []).append(value)
-            yield Uplink(client, samples, {name: here(part) for name, part in message.items()})
+            yield Uplink(client, samples, {name: to_current_device(part) for name, part in message.items()})
         self._check_enough()
 
     def _well_formed(self) -> Iterator[_Answer]:

@@ -207,7 +207,7 @@ def _resolved(method: str, layers: list[Mapping[str, Any]]) -> Config:
                 merged["hyper"] = merged.get("hyper", {}) | value
             else:
                 merged[key] = value
-    own = {p.name for p in registry.hyper_parameters(method)}
+    own = {p.name for p in registry.hyper_parameters(method)} | registry.old_names(method).keys()
     foreign = [k for k in merged if k not in Config.model_fields and k not in own]
     for key in foreign:  # a swept setting of another row's method
         del merged[key]

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from fedstill.aggregate.mean import weighted_mean
 from fedstill.building.config import Config, anchored
 from fedstill.building.setup import prepare
+from fedstill.methods import registry
 from fedstill.metrics.statistics import Spread, spread
 from fedstill.running.directory import Record
 from fedstill.running.machine import cores, one_thread
@@ -92,6 +93,8 @@ def plans(name: str, scale: Scale, seeds: int, root: Path, **given: Any) -> list
 def directory(config: Config) -> str:
     """A name that only runs with the same numbers share, and that settings of later versions do not change."""
     settings = {k: v for k, v in anchored(config).model_dump(exclude_defaults=True).items() if k not in IRRELEVANT}
+    if config.hyper:
+        settings["hyper"] = registry.with_old_names(config.method, config.hyper)
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
     return f"{config.method.replace('/', '-').replace(':', '-')}-{key}"
 

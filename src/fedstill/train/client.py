@@ -59,10 +59,7 @@ class Client:
         """
         weights = self.flat.read()
         if self.task.buffers != "average":
-            buffers = weights[self.flat.trainable :]
-            if self.task.buffers == "local":
-                self.state[_BUFFERS] = buffers.clone()
-            buffers.copy_(self.down["model"][self.flat.trainable :])
+            weights[self.flat.trainable :] = self.down["model"][self.flat.trainable :]
         return weights
 
     @property
@@ -74,28 +71,39 @@ class Client:
 
     @property
     def touched_state(self) -> dict[str, Any] | None:
-        """The state if the method asked for it, else None."""
+        """The state if the method used it, else None."""
         return self._state
 
     def rng(self, purpose: str) -> torch.Generator:
-        """A random stream of this client's own, for one purpose in this round."""
+        """A random stream for one purpose of this client in this round: never one that the library draws from."""
+        return self.stream(f"own: {purpose}")
+
+    def stream(self, purpose: str) -> torch.Generator:
+        """The library's own streams; a method declares those it draws from in `streams`."""
         return seeds.torch_rng(self.task.seed, purpose, self.round, self.id)
 
     def fit(self, objective: Objective) -> Fit:
         """Train the network on the local data."""
         # Layers that draw for themselves (dropout) use PyTorch's global stream.
         device.seed_layers(seeds.key(self.task.seed, "layers", self.round, self.id))
-        self.trained = fit(
+        done = fit(
             self.flat,
             self.data,
             objective,
             self.task.local,
             lr=self.lr,
-            order=self.rng("batches"),
+            order=self.stream("batches"),
             augment=self.task.augment,
-            changes=self.rng("augment") if self.task.augment else None,
+            changes=self.stream("augment") if self.task.augment else None,
         )
-        return self.trained
+        return self.trained_by(done)
+
+    def trained_by(self, done: Fit) -> Fit:
+        """Training is over: note what it came to, and keep statistics that stay with the client."""
+        self.trained = done
+        if self.task.buffers == "local":
+            self.state[_BUFFERS] = self.flat.read()[self.flat.trainable :].clone()
+        return done
 
     def teacher(self, weights: Tensor) -> Callable[[Batch], Outputs]:
         """The outputs of a frozen network on any batch of this client's data.

@@ -1,4 +1,4 @@
-"""The one evaluation loop."""
+"""Outputs, losses and predictions of a network, in one loop over samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedstill.core.device import here
+from fedstill.core.device import to_current_device
 from fedstill.core.errors import SettingError
 from fedstill.core.weights import FlatNet
 from fedstill.models.base import Classifier
@@ -20,7 +20,7 @@ EVAL_BATCH = 64  # larger ones leave the cache: ResNet-8 runs a third slower at 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a network says of a batch, and of the further samples that an objective sent along with it."""
+    """Outputs of a network for a batch, and for the further samples that an objective sent along with it."""
 
     logits: Tensor
     features: Tensor
@@ -34,8 +34,8 @@ class Outputs:
 
 def outputs(module: Classifier, x: Tensor) -> Outputs:
     """Logits and penultimate features in one pass."""
-    said, features = _pass(module, module.both, x)
-    return Outputs(said, features)
+    found, features = _pass(module, module.both, x)
+    return Outputs(found, features)
 
 
 def logits(module: Classifier, x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def _pass(module: Classifier, through: Callable[[Tensor], tuple[Tensor, ...]], x
 def require_features(task: Task, who: str) -> None:
     """Refuse a network that does not show its penultimate features, for a method that works on them."""
     net = classifier(task.nets.get("student")).eval()
-    if outputs(net, task.dataset.normalise(here(task.dataset.train.x[:2]))).features.shape[1] == 0:
+    if outputs(net, task.dataset.normalise(to_current_device(task.dataset.train.x[:2]))).features.shape[1] == 0:
         raise SettingError(
             f"{who} works on the network's penultimate features, and this one shows none: it must end in a Linear "
             "layer, or derive from fedstill.Classifier"
@@ -75,7 +75,7 @@ def load_for_evaluation(task: Task, vector: Tensor, role: str = "teacher") -> Fl
 
 @torch.no_grad()
 def predict(task: Task, vector: Tensor, samples: Samples, role: str = "teacher") -> Outputs:
-    """What the network with these weights says of all samples."""
+    """Outputs of the network with these weights for all samples."""
     module = classifier(load_for_evaluation(task, vector, role))
     parts = [outputs(module, x) for x in samples.parts(EVAL_BATCH)]
     return Outputs(torch.cat([p.logits for p in parts]), torch.cat([p.features for p in parts]))
@@ -93,7 +93,7 @@ def score(task: Task, vector: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]
     losses, predicted = [], []
     parts = max(1, -(-len(y) // EVAL_BATCH))  # of nearly equal size: BatchNorm by the batch cannot do with one sample
     for xs, ys in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True):
-        said = logits(classifier(net), task.dataset.normalise(here(xs)))
-        losses.append(F.cross_entropy(said, here(ys), reduction="none"))
-        predicted.append(said.argmax(1))
+        found = logits(classifier(net), task.dataset.normalise(to_current_device(xs)))
+        losses.append(F.cross_entropy(found, to_current_device(ys), reduction="none"))
+        predicted.append(found.argmax(1))
     return {"loss": torch.cat(losses), "predicted": torch.cat(predicted)}

@@ -1,4 +1,4 @@
-"""The one local training loop.
+"""The training loop, on clients and on the server.
 
 A method never writes its own: it says what is added to the cross-entropy (`Objective`), and the loop does the rest.
 """
@@ -6,9 +6,9 @@ A method never writes its own: it says what is added to the cross-entropy (`Obje
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class Batch:
 
 
 P = ParamSpec("P")
+S = TypeVar("S")
 Loss = Callable[[Batch, Outputs], Tensor]
 
 
@@ -47,7 +48,7 @@ class Objective:
 
     `term(batch, out)` is a differentiable loss; `gradient(w)` is the gradient of a term that depends on the
     trainable weights alone, given and returned as a flat vector; `modules` are trained along with the network.
-    `inputs(batch)` gives further samples that go through the network in the same pass; what it says of them is
+    `inputs(batch)` gives further samples that go through the network in the same pass; the outputs for them are
     `out.extra`. `after(batch)` runs after each step, `done()` after the last.
     """
 
@@ -64,17 +65,17 @@ class Objective:
         return torch.cat([batch.x, self.inputs(batch)]) if self.inputs else batch.x
 
     def loss(self, batch: Batch, out: Outputs) -> Tensor:
-        """The loss of a step, from what the network says of what it has seen."""
+        """The loss of a step, from the outputs for what it has seen."""
         if self.inputs:
             out = out.split(len(batch.y))
         loss = self.base(batch, out)
         return loss + self.term(batch, out) if self.term else loss
 
     def __add__(self, other: Objective) -> Objective:
-        """Both at once: what a client side and a server side each ask of the client."""
+        """Both at once: the objectives of a client side and a server side."""
         if cross_entropy not in (self.base, other.base):
             raise SettingError("both methods replace the cross-entropy; they cannot be combined")
-        term, inputs = _joined_terms(self, other)
+        term, inputs = _composed_terms(self, other)
         return Objective(
             term=term,
             gradient=_summed(self.gradient, other.gradient),
@@ -86,8 +87,8 @@ class Objective:
         )
 
 
-def _joined_terms(a: Objective, b: Objective) -> tuple[Loss | None, Callable[[Batch], Tensor] | None]:
-    """Terms and further inputs of two objectives; each term sees what the network says of its own inputs."""
+def _composed_terms(a: Objective, b: Objective) -> tuple[Loss | None, Callable[[Batch], Tensor] | None]:
+    """Terms and further inputs of two objectives; each term sees the outputs for its own inputs."""
     if not (a.inputs and b.inputs):
         return _summed(a.term, b.term), a.inputs or b.inputs
     own = 0  # how many of the further inputs of this step are a's
@@ -159,23 +160,18 @@ def fit(
     module = classifier(net)
     module.train()
     params = [*net.params, *(p for m in objective.modules for p in m.parameters())]
-    optimizer = make_optimizer(params, local, lr)
-    total_steps = steps_of(len(data), local)
     weights = net.vector[: net.trainable]
     addend = torch.empty_like(weights) if objective.gradient else None
     addend_parts = net.split(addend) if addend is not None else []
-    total, steps = torch.zeros(()), 0
     normed = [layer for m in (module, *objective.modules) for layer in norms(m)]
-    for batch in batches(data, local, order, no_single=bool(normed)):
-        for layer in normed:  # the statistics of a client's only sample are no statistics: it uses those it was sent
-            layer.train(statistics and len(batch.y) > 1)
+
+    def loss(batch: Batch) -> Tensor:
+        use_statistics(normed, of_batch=statistics and len(batch.y) > 1)
         if augment and changes:
             batch.x = augment(batch.x, changes)
-        loss = objective.loss(batch, outputs(module, objective.seen(batch)))
-        if local.cosine:
-            optimizer.lr = lr * (1 + math.cos(math.pi * steps / total_steps)) / 2
-        optimizer.clear()
-        loss.backward()
+        return objective.loss(batch, outputs(module, objective.seen(batch)))
+
+    def complete() -> None:
         if objective.gradient and addend is not None:
             with torch.no_grad():
                 addend.copy_(objective.gradient(weights))
@@ -183,14 +179,54 @@ def fit(
                     p.grad = part if p.grad is None else p.grad.add_(part)
         if local.clip:
             nn.utils.clip_grad_norm_(params, local.clip)
-        optimizer.step()
-        if objective.after:
-            objective.after(batch)
-        total += loss.detach()
-        steps += 1
+
+    steps, total = take_steps(
+        batches(data, local, order, no_single=bool(normed)),
+        make_optimizer(params, local, lr),
+        loss=loss,
+        complete=complete,
+        after=objective.after,
+        cosine_over=steps_of(len(data), local) if local.cosine else 0,
+    )
     if objective.done:
         objective.done()
     return Fit(steps, float(total) / max(1, steps))
+
+
+def take_steps(
+    steps: Iterable[S],
+    optimizer: Optimizer,
+    *,
+    loss: Callable[[S], Tensor],
+    complete: Callable[[], None],
+    after: Callable[[S], None] | None,
+    cosine_over: int = 0,
+) -> tuple[int, Tensor]:
+    """Descend the loss of each step: how many there were, and the sum of their losses.
+
+    A step may be one client's batch or those of several, whose losses are then a vector. `complete` gives gradients
+    what does not come from the loss; `cosine_over`: so many steps let the rate fall to 0 along a cosine.
+    """
+    count, total, lr = 0, torch.zeros(()), optimizer.lr
+    for step in steps:
+        losses = loss(step)
+        if cosine_over:
+            optimizer.lr = lr * (1 + math.cos(math.pi * count / cosine_over)) / 2
+        optimizer.clear()
+        (losses.sum() if losses.dim() else losses).backward()
+        complete()
+        optimizer.step()
+        if after:
+            after(step)
+        total = total + losses.detach()
+        count += 1
+    return count, total
+
+
+def use_statistics(layers: Iterable[nn.Module], *, of_batch: bool) -> None:
+    """BatchNorm by the batch, or by what it has: the statistics of a client's only sample are no statistics."""
+    for layer in layers:
+        layer.train(of_batch)
 
 
 def make_optimizer(params: Sequence[Tensor], local: LocalTraining, lr: float, *, fused: bool = True) -> Optimizer:

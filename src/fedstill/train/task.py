@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core import seeds
-from fedstill.core.device import CPU, current, here, on
+from fedstill.core.device import CPU, current, on, to_current_device
 from fedstill.core.weights import FlatNet
 from fedstill.data.augment import Augmentation
 from fedstill.data.dataset import Dataset
@@ -67,7 +67,7 @@ class Task:
     @property
     def initial(self) -> Tensor:
         """The weights that every run with this seed starts from."""
-        return here(self._initial)
+        return to_current_device(self._initial)
 
     @cached_property
     def _initial(self) -> Tensor:
@@ -94,12 +94,12 @@ class Task:
         """The same task with clients that train in another way; networks are shared."""
         return replace(self, local=local)._with(self.nets, self._initial)
 
-    def abreast(self, count: int) -> tuple[Tensor, list[Task]]:
+    def replicas(self, count: int) -> tuple[Tensor, list[Task]]:
         """The same task for each of several clients at once, with networks of its own.
 
         The weights that they train are the rows of the matrix.
         """
-        rows, sets = self.nets.abreast(count)
+        rows, sets = self.nets.replicas(count)
         return rows, [replace(self)._with(nets, self._initial) for nets in sets]
 
     def _with(self, nets: Nets, initial: Tensor) -> Task:
@@ -148,7 +148,7 @@ class Task:
 
 
 class Nets:
-    """One network for each role (`student`, `teacher`, …), made when first asked for and loaded anew each time.
+    """One network for each role (`student`, `teacher`, …), made when first used and loaded anew each time.
 
     Each is there once for every device that asks.
     """
@@ -156,7 +156,7 @@ class Nets:
     def __init__(self, build: Callable[[], FlatNet]) -> None:
         self._build = build
         self._nets: dict[tuple[str, torch.device], FlatNet] = {}
-        self._abreast: dict[torch.device, tuple[Tensor, list[Nets]]] = {}
+        self._replicas: dict[torch.device, tuple[Tensor, list[Nets]]] = {}
 
     def get(self, role: str, build: Callable[[], FlatNet] | None = None) -> FlatNet:
         key = role, current()
@@ -164,15 +164,15 @@ class Nets:
             self._nets[key] = (build or self._build)()
         return self._nets[key]
 
-    def abreast(self, count: int) -> tuple[Tensor, list[Nets]]:
+    def replicas(self, count: int) -> tuple[Tensor, list[Nets]]:
         """Further sets, and a matrix whose rows are the weights of their students."""
-        rows, sets = self._abreast.get(current(), (torch.empty(0), []))
+        rows, sets = self._replicas.get(current(), (torch.empty(0), []))
         if len(sets) < count:
             students = [self._build() for _ in range(count)]
             rows, sets = torch.stack([net.vector for net in students]), [Nets(self._build) for _ in students]
             for nets, net, row in zip(sets, students, rows, strict=True):
                 nets._nets["student", current()] = FlatNet(net.module, row)
-            self._abreast[current()] = rows, sets
+            self._replicas[current()] = rows, sets
         return rows[:count], sets[:count]
 
 
@@ -183,10 +183,10 @@ def classifier(net: FlatNet) -> Classifier:
 
 
 class Samples:
-    """Inputs and labels of one holder. Small sets are prepared (gathered, normalised) once, large ones as asked for.
+    """Inputs and labels of one holder. Small sets are prepared (gathered, normalised) once, large ones when used.
 
     What is stored stays where it is; what is prepared is on the device that works with it. `again`: whether samples
-    will be asked for more than once, so that it is worth keeping them prepared.
+    will be used more than once, so that it is worth keeping them prepared.
     """
 
     PREPARE_UP_TO = 1 << 26  # numbers, i.e. 256 MB as float32
@@ -196,7 +196,7 @@ class Samples:
     ) -> None:
         self._stored, self._labels, self._index, self._prepare = x, y, index.to(x.device), prepare
         small = len(index) * x[:1].numel() <= self.PREPARE_UP_TO
-        self._y = here(y[self._index])
+        self._y = to_current_device(y[self._index])
         self._ready = self._gather(self._index) if small and again else None
 
     def __len__(self) -> int:
@@ -220,13 +220,13 @@ class Samples:
         return self._gather(self._index[ids.to(self._index.device)])
 
     def _gather(self, index: Tensor) -> Tensor:
-        return self._prepare(here(self._stored[index]))
+        return self._prepare(to_current_device(self._stored[index]))
 
     def _come(self) -> None:
         """Move what is ready to where it is needed: some samples are gathered before a run begins."""
         if self._y.device != current():
-            self._y = here(self._y)
-            self._ready = None if self._ready is None else here(self._ready)
+            self._y = to_current_device(self._y)
+            self._ready = None if self._ready is None else to_current_device(self._ready)
 
     def parts(self, size: int) -> Iterator[Tensor]:
         """All prepared inputs in order, in nearly equal pieces of at most `size`."""

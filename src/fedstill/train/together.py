@@ -7,7 +7,6 @@ those of one client after the other, but for rounding and for layers that draw f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -21,8 +20,10 @@ from fedstill.models.base import Classifier
 from fedstill.models.norms import norms
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, outputs
-from fedstill.train.loop import Fit, Objective, batches, make_optimizer, steps_of
+from fedstill.train.loop import Batch, Fit, Objective, batches, make_optimizer, steps_of, take_steps, use_statistics
 from fedstill.train.task import Task, classifier
+
+Step = tuple[Batch, ...]  # one of each client
 
 
 def can_be_joint(objectives: Sequence[Objective]) -> bool:
@@ -60,7 +61,7 @@ class Rows:
         self._buffers = kept | self._counts
 
     def __call__(self, x: Tensor) -> list[Outputs]:
-        """What each network says of its own inputs, (networks, batch, …)."""
+        """Outputs of each network for its own inputs, (networks, batch, …)."""
         parts = self.weights.split([e.stop - e.start for e in self._trained], dim=1)
         weights = {f"net.{e.name}": e.shaped(part) for e, part in zip(self._trained, parts, strict=True)}
         buffers = {f"net.{name}": buffer for name, buffer in self._buffers.items()}
@@ -91,43 +92,47 @@ def fit_together(rows: Tensor, clients: Sequence[Client], objectives: Sequence[O
     task, local, lr = first.task, first.task.local, first.lr
     device.seed_layers(seeds.key(task.seed, "layers", first.round, first.id))
     networks = Rows(rows, nets)
-    # Not fused: those kernels take the memory of a tensor for one piece, and behind each row are its buffers.
-    optimizer = make_optimizer([networks.weights], local, lr, fused=False)
     normed = [layer for client in clients for layer in norms(client.net)]
     for client in clients:
         client.net.train()
         client.net.zero_grad()
-    orders = [batches(client.data, local, client.rng("batches"), no_single=bool(normed)) for client in clients]
-    changes = [client.rng("augment") for client in clients]
-    total, steps, total_steps = torch.zeros(len(clients)), 0, steps_of(len(first.data), local)
-    for step in zip(*orders, strict=True):
-        for layer in normed:
-            layer.train(len(step[0].y) > 1)
+    orders = [batches(client.data, local, client.stream("batches"), no_single=bool(normed)) for client in clients]
+    changes = [client.stream("augment") for client in clients]
+
+    def losses(step: Step) -> Tensor:
+        use_statistics(normed, of_batch=len(step[0].y) > 1)
         if task.augment:
             for batch, own in zip(step, changes, strict=True):
                 batch.x = task.augment(batch.x, own)
         seen = torch.stack([objective.seen(batch) for objective, batch in zip(objectives, step, strict=True)])
-        said = networks(seen)
-        losses = torch.stack([o.loss(batch, out) for o, batch, out in zip(objectives, step, said, strict=True)])
-        if local.cosine:
-            optimizer.lr = lr * (1 + math.cos(math.pi * steps / total_steps)) / 2
-        optimizer.clear()
-        losses.sum().backward()
+        found = zip(objectives, step, networks(seen), strict=True)
+        return torch.stack([objective.loss(batch, out) for objective, batch, out in found])
+
+    def complete() -> None:
         assert networks.weights.grad is not None
         _complete(networks.weights.grad, nets, objectives)
         if local.clip:
             _clip(networks.weights.grad, local.clip)
-        optimizer.step()
+
+    def after(step: Step) -> None:
         networks.keep_buffers()
         for objective, batch in zip(objectives, step, strict=True):
             if objective.after:
                 objective.after(batch)
-        total += losses.detach()
-        steps += 1
-    for client, objective, loss in zip(clients, objectives, total.tolist(), strict=True):
+
+    steps, total = take_steps(
+        zip(*orders, strict=True),
+        # Not fused: those kernels take the memory of a tensor for one piece, and behind each row are its buffers.
+        make_optimizer([networks.weights], local, lr, fused=False),
+        loss=losses,
+        complete=complete,
+        after=after,
+        cosine_over=steps_of(len(first.data), local) if local.cosine else 0,
+    )
+    for client, objective, loss in zip(clients, objectives, total.expand(len(clients)).tolist(), strict=True):
         if objective.done:
             objective.done()
-        client.trained = Fit(steps, loss / max(1, steps))
+        client.trained_by(Fit(steps, loss / max(1, steps)))
 
 
 @torch.no_grad()
@@ -150,15 +155,15 @@ def _clip(grad: Tensor, largest: float) -> None:
 
 def check_together(task: Task) -> None:
     """Refuse a network that cannot be trained for several clients at once, trying it on a few samples."""
-    rows, tasks = task.abreast(2)
+    rows, tasks = task.replicas(2)
     nets = [own.nets.get("student") for own in tasks]
     for net in nets:
         net.module.train()
-    x = task.dataset.normalise(device.here(task.dataset.train.x[:4]))
+    x = task.dataset.normalise(device.to_current_device(task.dataset.train.x[:4]))
     try:
         with torch.random.fork_rng(devices=[]):
-            said = Rows(rows, nets)(torch.stack([x, x]))
-        sum(out.logits.sum() for out in said).backward()  # type: ignore[union-attr]
+            found = Rows(rows, nets)(torch.stack([x, x]))
+        sum(out.logits.sum() for out in found).backward()  # type: ignore[union-attr]
     except Exception as error:
         reason = custom.summary(error)
         raise SettingError(f"together: this network cannot be trained for several clients at once: {reason}") from error

@@ -34,7 +34,8 @@ class FLTrust(Vectorwise):
         assert server.pool is not None
         reference = Client(server.task, len(server.sizes), server.round, server.pool, self.inner.downlink(server))
         with device.streams_kept():
-            server.state[self.name] = self.inner.local(reference)["model"]
+            reference.fit(self.inner.prepare(reference))
+            server.state[self.name] = self.inner.uplink(reference)["model"]
 
     def middle(self, server: Server, name: str, start: Tensor, ends: list[Tensor]) -> Tensor:
         g_0 = server.state[self.name][: len(start)].double() - start

@@ -40,8 +40,8 @@ class Robust(Modifier):
         up = self.inner.wire(task).up
         if "model" not in up:
             raise SettingError(f"{self.name} compares the clients' models, and with this method they do not send any")
-        if self.inner.concludes:
-            last = next(part.name for part in self.inner.parts() if part.concludes)
+        if self.inner.has_final_exchange:
+            last = next(part.name for part in self.inner.parts() if part.has_final_exchange)
             raise SettingError(f"{self.name} does not defend what {last} collects after the last round; leave it out")
         for name, part in up.items():
             if name != "model" and (part.optional or part.defence not in self.defends):

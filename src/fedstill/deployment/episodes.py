@@ -30,7 +30,7 @@ class Episodes(Run):
 
     def _try(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         self.server.round = round_
-        if engine.greet():
+        if engine.poll_newcomers():
             self._count_samples()
         sizes, absent = self.setup.federation.sizes, engine.absent()
         known = [region for region in self.setup.hierarchy.regions if sizes[region.clients].any()]

@@ -32,7 +32,7 @@ from fedstill.deployment.episodes import TOTALS
 from fedstill.deployment.policy import Policy
 from fedstill.deployment.server import Link, Roll, Sites, Terms
 from fedstill.deployment.site import Own, check_tokenizer, run_number
-from fedstill.engine.worker import Score, Train, made
+from fedstill.engine.worker import Score, Train, request_from
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.methods.kinds import Kind
@@ -46,7 +46,7 @@ from fedstill.running.uplinks import TooFewClients
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = 20.0  # seconds for which a region waits for its sites before it says how much they hold
+_NEWCOMERS_TIMEOUT = 20.0  # seconds for which a region waits for its sites before it reports their numbers of samples
 _MARGIN = 0.9  # the share of the time for an episode that its rounds may take
 
 
@@ -67,7 +67,7 @@ class Rounds(Run):
         self._count_samples()
         for round_ in range(self.server.round + 1, last + 1):
             began = time.perf_counter()
-            sites.patience = (end - time.monotonic()) / (last + 1 - round_)
+            sites.request_timeout = (end - time.monotonic()) / (last + 1 - round_)
             tally, _ = self._train(sites, round_, measure=measure and round_ == last)
             if not torch.isfinite(self.server.model).all():
                 raise FedstillError(f"round {round_}: the region's model is no longer finite; a smaller lr may help")
@@ -148,7 +148,7 @@ class RegionalServer:
             run = self._attend(asked["run"])
             if body is None:
                 return run.held()
-            request = made(body)
+            request = request_from(body)
             with one_thread():
                 if isinstance(request, Score):
                     return run.scored(down)
@@ -254,9 +254,9 @@ class _Attended:
         # process is new, sites have yet to come back.
         needed = 1 if self._directory.oldest_checkpoint() else self._server.terms.needed
         met, count = self._roll.known >= needed, len(self._members)
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + _NEWCOMERS_TIMEOUT
         while True:
-            self._roll.call(self._link, timeout=min(_PATIENCE, self._server.terms.timeout))
+            self._roll.call(self._link, timeout=min(_NEWCOMERS_TIMEOUT, self._server.terms.timeout))
             if met or self._roll.known == count or time.monotonic() > until:
                 break
             time.sleep(0.2)

@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
@@ -34,7 +34,7 @@ from fedstill.deployment.shares import Counts
 from fedstill.deployment.site import Own, Site, run_number  # noqa: F401 (both ends are found here)
 from fedstill.deployment.waiting import Poll, Waits
 from fedstill.engine.base import Engine, Inline
-from fedstill.engine.worker import Request, Score, Worker
+from fedstill.engine.worker import Request, Score, Worker, kind_of, request_fields
 from fedstill.methods import registry
 from fedstill.models.base import frozen_digest
 from fedstill.running import api, files
@@ -47,7 +47,7 @@ from fedstill.running.rollback import ROLLBACKS
 log = logging.getLogger(__name__)
 
 _MOST = 10**8  # samples of a site
-_GREETING = 30.0  # seconds that a newcomer may take to say how much it holds
+_NEWCOMER_TIMEOUT = 30.0  # seconds that a newcomer may take to report its number of samples
 _AGAIN = 20.0  # seconds after which one that could not take part is asked again; then twice as long each time
 _LATEST = 600.0  # seconds after which it is, at the latest
 # What a site may report of itself; anything else is not looked at.
@@ -101,18 +101,18 @@ class Sites(Engine):
         self._link, self._roll, self._terms, self._least = link, roll, terms, least
         self._waits = Waits(terms.wait_after)
         self._here = worker and Inline(worker)
-        self.patience = terms.timeout  # seconds that a site may take, where that is less
+        self.request_timeout = terms.timeout  # seconds that a site may take, where that is less
 
     @property
-    def patient(self) -> bool:
+    def remote(self) -> bool:
         return True
 
     @property
     def _timeout(self) -> float:
-        return max(1.0, min(self.patience, self._terms.timeout))
+        return max(1.0, min(self.request_timeout, self._terms.timeout))
 
-    def greet(self) -> bool:
-        return self._roll.call(self._link, timeout=min(_GREETING, self._timeout))
+    def poll_newcomers(self) -> bool:
+        return self._roll.call(self._link, timeout=min(_NEWCOMER_TIMEOUT, self._timeout))
 
     def absent(self) -> set[int]:
         there = self._link.present()
@@ -128,12 +128,11 @@ class Sites(Engine):
     def _clients(self, requests: Sequence[Any], down: Message) -> Iterator[Tree]:
         asked = {}
         for request in requests:
-            body = {"kind": type(request).__name__, **asdict(request)}
             site = self._roll.site_of(request.client)
-            asked[site] = self._roll.question(site, body, down, self._timeout)
+            asked[site] = self._roll.question(site, request_fields(request), down, self._timeout)
         first = requests[0]
-        name = f"{self._roll.series} {type(first).__name__} {first.round} {getattr(first, 'region', 0)}"
-        poll = Poll(self._waits, type(first).__name__, asked, least=self._least)
+        name = f"{self._roll.series} {kind_of(first)} {first.round} {getattr(first, 'region', 0)}"
+        poll = Poll(self._waits, kind_of(first), asked, least=self._least)
         waiting = poll.watch(self._link.ask(asked, timeout=self._timeout, name=name, until=poll.deadline))
         come: dict[str, Any] = {}
         for site in asked:

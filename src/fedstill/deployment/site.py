@@ -32,7 +32,7 @@ from fedstill.data.federation import Federation
 from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, AuditLog, sent
 from fedstill.deployment.policy import Consent, Policy, Spent
-from fedstill.engine.worker import Conclude, Request, Score, Train, Worker, made
+from fedstill.engine.worker import FinalExchange, Request, Score, Train, Worker, request_from
 from fedstill.methods import registry
 from fedstill.methods.base import Method, misfit
 from fedstill.methods.kinds import Kind
@@ -123,7 +123,7 @@ class Site:
         with during(Step.REQUEST):
             request = None if body is None else _request(body, run, config)
         spent = Spent(self._directory / "state" / run_number(run), self._policy)
-        with spent.work(training=isinstance(request, Train | Conclude)):
+        with spent.work(training=isinstance(request, Train | FinalExchange)):
             worker = self._worker(run, config)
             return self._answer(worker, request, down, run)
 
@@ -241,7 +241,7 @@ class Site:
         return Federation(dataset, train, later * len(train), test, later * len(test), pool, source)
 
 
-def _trained_with(worker: Worker, request: Train | Conclude) -> tuple[Task, Method]:
+def _trained_with(worker: Worker, request: Train | FinalExchange) -> tuple[Task, Method]:
     """What a request is carried out with."""
     if worker.regional and isinstance(request, Train):
         return worker.regional[request.region]
@@ -250,7 +250,7 @@ def _trained_with(worker: Worker, request: Train | Conclude) -> tuple[Task, Meth
 
 def _request(body: Any, run: Mapping[str, Any], config: Config) -> Request:
     """A server's request, if it is one about this site's client."""
-    request = made(body)
+    request = request_from(body)
     if isinstance(request, Score):
         return request
     regions = 1 if config.flat else len(config.each_region())

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -39,7 +39,7 @@ from fedstill.core import custom
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import Message, Tree
 from fedstill.engine.base import Engine
-from fedstill.engine.worker import Request, Worker, answered, made
+from fedstill.engine.worker import Request, Worker, encode_answer, request_fields, request_from
 from fedstill.flower.records import from_records, to_records
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Simulation(Engine):
             for place in range(len(requests)):
                 while place not in done:
                     for request in requests[sent : place + fleet.ahead]:
-                        about = {"worker": self._name, "kind": type(request).__name__, **asdict(request)}
+                        about = {"worker": self._name, **request_fields(request)}
                         places[fleet.send(RecordDict({**broadcast, "request": ConfigRecord(about)}))] = sent
                         sent += 1
                     for message, answer in fleet.receive(places):
@@ -230,7 +230,9 @@ class _Desk:
     def __call__(self, letter: Letter, context: Context) -> Letter:
         request: dict[str, Any] = dict(letter.content["request"])
         kept = self.workers[request.pop("worker")]
-        records = answered(lambda: _fetch(kept).handle(made(request), from_records(letter.content)), to_records)
+        records = encode_answer(
+            lambda: _fetch(kept).handle(request_from(request), from_records(letter.content)), to_records
+        )
         return Letter(records, reply_to=letter)
 
 

@@ -24,7 +24,7 @@ from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import Message, first_not_finite, nbytes
 from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
-from fedstill.engine.worker import Conclude, Train, Worker
+from fedstill.engine.worker import FinalExchange, Train, Worker
 from fedstill.methods.base import Server, misfit
 from fedstill.models.base import Wrapped
 from fedstill.running import files
@@ -233,7 +233,7 @@ class Run:
 
     def _train(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         """A round of every region, and which they were; `measure`: clients also test the models they trained."""
-        if not engine.patient:
+        if not engine.remote:
             return self._try(engine, round_, measure=measure)
         self.directory.settle()  # a client elsewhere must not have seen a round that this server, if killed, forgets
         before = tree.encode(self._kept())
@@ -262,7 +262,7 @@ class Run:
 
     def _try(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         self.server.round = round_
-        if engine.greet():
+        if engine.poll_newcomers():
             self._count_samples()
         absent = engine.absent()
         present = [(region, _without(members, absent)) for region, members in self.setup.hierarchy.present(round_)]
@@ -272,7 +272,7 @@ class Run:
         for (region, _), cohort in zip(present, cohorts, strict=True):
             self._regional_round(engine, region, cohort, tally, measure=measure)
         self._active_since_checkpoint.update(k for cohort in cohorts for k in cohort)
-        if engine.patient:
+        if engine.remote:
             self._check_finite(round_)
         return tally, [region for region, _ in present]
 
@@ -284,7 +284,7 @@ class Run:
 
     def _judge(self, engine: Engine, sent: Message, where: str) -> Judge | None:
         """Who compares the answers, where clients are not known."""
-        if not engine.patient:
+        if not engine.remote:
             return None
         return Judge(self.setup.config.max_update_ratio, sent, self._norms.setdefault(where, {}))
 
@@ -337,7 +337,7 @@ class Run:
             received, attack = iter(uplinks), self.setup.attack
             method.aggregate(server, colluding(attack, method, server, received) if attack.colludes else received)
         tally.add(uplinks, nbytes(down) * len(cohort))
-        tally.left_out += self._names(uplinks.dropped) if engine.patient else []
+        tally.left_out += self._names(uplinks.dropped) if engine.remote else []
         tally.server_seconds += time.perf_counter() - began - uplinks.waited
 
     def _merge(self, engine: Engine, present: list[Region], *, compare: bool) -> Record:
@@ -372,7 +372,7 @@ class Run:
         method, config = self.setup.method, self.setup.config
         clients = np.flatnonzero(self.setup.federation.sizes).tolist()
         down = {"model": self.model()}
-        answers = engine.run([Conclude(k, config.rounds + 1) for k in clients], down)
+        answers = engine.run([FinalExchange(k, config.rounds + 1) for k in clients], down)
         declared, judge = method.wire(self.setup.task).last, self._judge(engine, down, "last")
         uplinks = Checked(clients, answers, declared, least=config.min_clients, tick=lambda: None, judge=judge)
         with self._stream("last layers"):

@@ -14,7 +14,12 @@ from fedstill.running.uplinks import Checked
 
 _MOST = 1e15  # of bytes, or anything else that a region counts
 
-TOTALS = ("clients", "bytes_down", "bytes_up", "dropped")  # of an episode's rounds; a region tells them with its model
+TOTALS = (
+    "clients",
+    "bytes_down",
+    "bytes_up",
+    "dropped",
+)  # of an episode's rounds; a region reports them with its model
 
 
 class Episodes(Run):
@@ -35,13 +40,13 @@ class Episodes(Run):
         sizes, absent = self.setup.federation.sizes, engine.absent()
         known = [region for region in self.setup.hierarchy.regions if sizes[region.clients].any()]
         there = [region for region in known if not absent.issuperset(region.clients.tolist())]
-        asked = there or known  # who is waited for if nobody is there
-        self.listener.round_started(round_, len(asked))
+        chosen = there or known  # who is waited for if nobody is there
+        self.listener.round_started(round_, len(chosen))
         down = {"model": self.server.model}
         answers = Checked(
-            [region.number for region in asked],
+            [region.number for region in chosen],
             engine.run(
-                [Train(int(region.clients[0]), round_, measure, region.number) for region in asked],
+                [Train(int(region.clients[0]), round_, measure, region.number) for region in chosen],
                 down,
             ),
             {"model": Part((self.setup.task.size,), "the region's model")},
@@ -50,13 +55,13 @@ class Episodes(Run):
             who="region",
             judge=self._judge(engine, down, "regions"),
         )
-        self._come = {answer.client: answer["model"] for answer in answers}
+        self._regional_models = {answer.client: answer["model"] for answer in answers}
         tally = Tally()
         for name in TOTALS:
             setattr(tally, name, sum(int(min(max(n, 0.0), _MOST)) for n in answers.metrics.pop(name, [])))
         tally.metrics = answers.metrics
-        tally.left_out = [region.name for region in asked if region.number not in self._come]
-        return tally, [region for region in asked if region.number in self._come]
+        tally.left_out = [region.name for region in chosen if region.number not in self._regional_models]
+        return tally, [region for region in chosen if region.number in self._regional_models]
 
     def regional_model(self, region: Region) -> Tensor:
-        return self._come[region.number]
+        return self._regional_models[region.number]

@@ -14,12 +14,8 @@ from fedstill.running.uplinks import Checked
 
 _MOST = 1e15  # of bytes, or anything else that a region counts
 
-TOTALS = (
-    "clients",
-    "bytes_down",
-    "bytes_up",
-    "dropped",
-)  # of an episode's rounds; a region reports them with its model
+# Of an episode's rounds; a region reports them with its model.
+TOTALS = ("clients", "bytes_down", "bytes_up", "dropped")
 
 
 class Episodes(Run):
@@ -38,9 +34,9 @@ class Episodes(Run):
         if engine.poll_newcomers():
             self._count_samples()
         sizes, absent = self.setup.federation.sizes, engine.absent()
-        known = [region for region in self.setup.hierarchy.regions if sizes[region.clients].any()]
-        there = [region for region in known if not absent.issuperset(region.clients.tolist())]
-        chosen = there or known  # who is waited for if nobody is there
+        with_data = [region for region in self.setup.hierarchy.regions if sizes[region.clients].any()]
+        there = [region for region in with_data if not absent.issuperset(region.clients.tolist())]
+        chosen = there or with_data  # who is waited for if nobody is there
         self.listener.round_started(round_, len(chosen))
         down = {"model": self.server.model}
         answers = Checked(

@@ -74,8 +74,8 @@ def read(path: Path | None, **given: Any) -> Policy:
         raise SettingError(f"{path or 'policy'}: {registry.explain(error)}") from error
     for name in policy.allow:
         for part in [] if custom.is_reference(name) else name.split("+"):
-            if part not in (known := [*registry.names(), *registry.modifiers()]):
-                raise unknown("method", part, known)
+            if part not in (methods := [*registry.names(), *registry.modifiers()]):
+                raise unknown("method", part, methods)
     return policy
 
 

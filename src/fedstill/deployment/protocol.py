@@ -38,7 +38,7 @@ class SiteLink(Protocol):
 
 
 def run_number(run_info: Mapping[str, Any]) -> str:
-    """What tells a run from others, and names a folder here: so no server may send anything else."""
+    """The number that identifies a run, and names a folder here: so no server may send anything else."""
     number = str(run_info["number"])
     if not re.fullmatch("[0-9a-f]{16}", number):
         raise SettingError(f"the server's run has the number {number!r:.40}, which is none")

@@ -30,7 +30,7 @@ class SiteRegistry:
         self,
         clients: Mapping[str, IntArray],
         dataset: Dataset,
-        pool: Federation,
+        server_data: Federation,
         run_info: Callable[[], RunInfo],
         *,
         total: int,
@@ -48,7 +48,7 @@ class SiteRegistry:
         zeros = np.zeros(total + 1, np.int64)
         nothing = np.zeros(0, np.int64)
         self.federation = Federation(
-            dataset, nothing, zeros, nothing, zeros.copy(), pool.pool_index, names=tuple(names)
+            dataset, nothing, zeros, nothing, zeros.copy(), server_data.pool_index, names=tuple(names)
         )
         self.counts = Counts(self.clients, total, max_share, path)
         self.tests = np.zeros(total, np.int64)  # of each client, by its own word
@@ -61,7 +61,7 @@ class SiteRegistry:
         return self._site_of[client]
 
     def samples(self, site: str) -> int | None:
-        """How many a site says that it trains on; None: a region, where that may change during an episode."""
+        """How many samples a site claims to train on; None: a region, where that may change during an episode."""
         return None if self._changing else self.counts.samples(site)
 
     def weight(self, site: str) -> int:
@@ -123,6 +123,6 @@ class SiteRegistry:
 
     @property
     def series(self) -> str:
-        """What tells the rounds of this run from others, also from its own before it went back."""
+        """Identifies the rounds of this run, also from its own before a rollback."""
         run = self._run_info()
         return f"{run['number']} {len(run.get(ROLLBACKS, []))}"

@@ -194,7 +194,7 @@ def serve(
     # What a checkpoint does not have would have to be requested from the sites again.
     config = config.model_copy(update={"checkpoint_every": 1})
     dataset = load_data(config, kept_tokenizer(out))
-    pool = undivided(config, dataset)
+    server_data = undivided(config, dataset)
     begun = (out / files.CONFIG).is_file()
     directory = RunDirectory.open(out) if begun else RunDirectory.create(out, anchored(config))
     try:
@@ -207,7 +207,7 @@ def serve(
                 directory.path / files.SERVED, read_sealed_json(directory.path / files.SERVED) | {"sites": names}
             )
             clients = {name: np.array([k]) for k, name in enumerate(names)}
-        frozen: list[str] = []  # what tells the frozen part of the network, where there is one
+        frozen: list[str] = []  # the digest of the frozen part of the network, where there is one
         steps: list[int] = []  # of an epoch in each region, once the sites have reported their numbers of samples
 
         def run_info() -> RunInfo:
@@ -229,7 +229,7 @@ def serve(
         registry = SiteRegistry(
             clients,
             dataset,
-            pool,
+            server_data,
             run_info,
             total=config.clients,
             names=() if regional else names,
@@ -302,7 +302,7 @@ def regions_of(config: Config, names: Sequence[str]) -> dict[str, IntArray]:
 
 
 def _number(directory: RunDirectory) -> str:
-    """What tells this run from any other, also after a restart: a site's state belongs to one of them."""
+    """The number that identifies this run, also after a restart: a site's state belongs to one run."""
     path = directory.path / files.SERVED
     if not path.exists():
         write_sealed_json(path, {"number": secrets.token_hex(8), "sites": []})

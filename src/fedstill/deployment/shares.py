@@ -19,7 +19,7 @@ _HALF = 0.5
 
 def capped(counts: IntArray, max_share: float) -> IntArray:
     """The counts, none of them more than a share of their sum. 0: by how many there are, 0.75 of three, 0.6 of four,
-    half of more, for a few that are honest may well be that uneven; of two, neither can be told to be too large.
+    half of more, for a few that are honest may well be that uneven; of two, neither can be called too large.
 
     >>> capped(np.array([100, 100, 100, 100, 10**8]), 0).tolist()
     [100, 100, 100, 100, 400]
@@ -79,13 +79,13 @@ class Counts:
         """How many samples a site claims to train on."""
         return sum(self._claims[name][0])
 
-    def of_sites(self, known: Iterable[str], what: Literal["samples", "tests"]) -> tuple[IntArray, IntArray]:
+    def of_sites(self, present: Iterable[str], what: Literal["samples", "tests"]) -> tuple[IntArray, IntArray]:
         """Training samples or tests of every client: as they count, and as the sites claim."""
         claimed, place = np.zeros(self._total, np.int64), ("samples", "tests").index(what)
         for name, held in self._claims.items():
             claimed[self._clients[name]] = held[place]
         count, there = capped(claimed, self._max_share), np.zeros(self._total, bool)
-        for name in known:
+        for name in present:
             there[self._clients[name]] = True
         for name in sorted(self._claims.keys() - self._warned):
             who = self._clients[name]

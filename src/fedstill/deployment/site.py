@@ -63,8 +63,8 @@ class LocalInputs:
         named = [(name, settings.get(name, "")) for name in ("method", "model", "data", "proxy")]
         named += [("method", region.get("method", "")) for region in settings.get("region", [])]
         for name, value in named:
-            known = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
-            if not known and value not in files.values():
+            harmless = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
+            if not harmless and value not in files.values():
                 raise Refusal(
                     Code.FILE_NAMED, f"the run has a {name} that is no name but a file, {value}; give yours to the site"
                 )

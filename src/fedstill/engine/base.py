@@ -56,6 +56,6 @@ class Inline(Engine):
         # Through bytes and back, so that nothing passes here that would not pass a real wire.
         down = tree.decode(tree.encode(down))
         for group in self._worker.grouped(requests):
-            with device.streams_kept():  # the caller's global stream is the caller's
+            with device.isolated_rng():  # the caller's global stream is the caller's
                 answers = [tree.encode(answer) for answer in self._worker.handle_group(group, down)]
             yield from map(tree.decode, answers)

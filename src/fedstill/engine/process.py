@@ -1,4 +1,4 @@
-"""A pool of worker processes, one thread each."""
+"""Worker processes, one thread each."""
 
 from __future__ import annotations
 

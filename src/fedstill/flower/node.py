@@ -184,13 +184,13 @@ class _Site:
         """The report of an error to the server. Its text, which may hold anybody's data, is for the log here."""
         code = Code.OUT_OF_TIME if isinstance(error, _OutOfTime) else reports.code_of(error)
         step = reports.step_of(error)
-        known = isinstance(error, FedstillError | _OutOfTime)
+        expected = isinstance(error, FedstillError | _OutOfTime)
         text = f"{type(error).__name__}: {cleaned(error, 2000)}"
         if self._complaint is None or self._complaint[0] != text:
             self._complaint = text, reports.new_number()
             _log.warning(
                 "number %s: %s; the server gets only the code %s (step %s)",
-                self._complaint[1], text, code, step or "request", exc_info=None if known else error,
+                self._complaint[1], text, code, step or "request", exc_info=None if expected else error,
             )  # fmt: skip
         return reports.report(code, step, self._complaint[1])
 

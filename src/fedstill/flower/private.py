@@ -89,12 +89,12 @@ class Address:
         from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest
         from flwr.supercore.control import ControlHttpClient
 
-        # Flower does not take a key again that it was told to forget: the guard alone knows who is let in.
+        # Flower does not take a key again that it has unregistered: the guard alone decides who is let in.
         self._request("POST", KEYS_PATH, json=[header_of(key) for key in keys.values()]).raise_for_status()
         with self.client(ControlHttpClient) as control:
-            known = {node.public_key for node in control.ListNodes(ListNodesRequest()).nodes_info}
+            registered = {node.public_key for node in control.ListNodes(ListNodesRequest()).nodes_info}
             for name, key in keys.items():
-                if key not in known:
+                if key not in registered:
                     control.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
 
     def _request(self, method: str, path: str, **content: Any) -> httpx.Response:

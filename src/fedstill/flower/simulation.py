@@ -112,7 +112,7 @@ class Fleet:
         self._nodes = list(grid.get_node_ids())
 
     def keep(self, worker: Worker) -> str:
-        """Lay a worker down for the actors; messages ask for it by the name that is returned."""
+        """Put a worker into Ray's store for the actors; messages refer to it by the name that is returned."""
         while not (ray.is_initialized() and _RAY.state.actors()):
             if self._stop.is_set():
                 raise self._stopped()
@@ -137,7 +137,7 @@ class Fleet:
         return name
 
     def receive(self, names: Iterable[str]) -> list[tuple[str, Tree]]:
-        """The answers that have come; if there are none, a moment later."""
+        """The answers that have arrived; if there are none, a moment later."""
         messages = list(self._grid.pull_messages(list(names)))
         if not messages:
             if self._stop.is_set():
@@ -181,7 +181,7 @@ class Fleet:
         try:
             with _aside(self._folder.name):
                 run_simulation(server, client, num_supernodes=self.ahead, backend_config=settings)
-        except BaseException as error:  # noqa: BLE001 - it is told to who waits for answers, in another thread
+        except BaseException as error:  # noqa: BLE001 - it is raised where answers are waited for, in another thread
             while error.__cause__:
                 error = error.__cause__
             self._failure = error

@@ -386,7 +386,7 @@ class Run:
     @contextmanager
     def _stream(self, purpose: str, *where: int) -> Iterator[None]:
         """PyTorch's global stream for layers, such as Dropout, that draw without asking for one of their own."""
-        with device.streams_kept():
+        with device.isolated_rng():
             device.seed_layers(seeds.key(self.setup.config.seed, purpose, self.server.round, *where))
             yield
 

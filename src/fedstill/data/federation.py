@@ -277,24 +277,24 @@ def _apportion(weights: IntArray, total: IntArray) -> IntArray:
 
 
 def _matched(
-    held: IntArray, test_labels: IntArray, test_fraction: float, rng: np.random.Generator
+    class_counts: IntArray, test_labels: IntArray, test_fraction: float, rng: np.random.Generator
 ) -> tuple[IntArray, IntArray]:
     """Test samples for each client in the class proportions of what it holds, (clients, classes)."""
-    available = np.bincount(test_labels, minlength=held.shape[1])
-    sizes = held.sum(axis=1)
+    available = np.bincount(test_labels, minlength=class_counts.shape[1])
+    sizes = class_counts.sum(axis=1)
     total = np.rint(test_fraction * sizes).astype(np.int64)
     if test_fraction:
         total = np.maximum(total, np.minimum(sizes, 1))
-    wanted = np.minimum(_apportion(held, total), available)
+    wanted = np.minimum(_apportion(class_counts, total), available)
     begin = rng.integers(0, np.broadcast_to(np.maximum(available, 1), wanted.shape))
     return _stretches(wanted, begin, test_labels, rng)
 
 
-def _shared(held: IntArray, test_labels: IntArray, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
+def _shared(class_counts: IntArray, test_labels: IntArray, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
     """For each client 1/K of the test samples of every class that it holds (FedGen), nobody else's."""
-    share = np.bincount(test_labels, minlength=held.shape[1]) // len(held)
-    begin = np.arange(len(held))[:, None] * share
-    return _stretches(np.where(held > 0, share, 0), begin, test_labels, rng)
+    share = np.bincount(test_labels, minlength=class_counts.shape[1]) // len(class_counts)
+    begin = np.arange(len(class_counts))[:, None] * share
+    return _stretches(np.where(class_counts > 0, share, 0), begin, test_labels, rng)
 
 
 def _stretches(

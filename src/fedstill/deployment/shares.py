@@ -82,8 +82,8 @@ class Counts:
     def of_sites(self, present: Iterable[str], what: Literal["samples", "tests"]) -> tuple[IntArray, IntArray]:
         """Training samples or tests of every client: as they count, and as the sites claim."""
         claimed, place = np.zeros(self._total, np.int64), ("samples", "tests").index(what)
-        for name, held in self._claims.items():
-            claimed[self._clients[name]] = held[place]
+        for name, claim in self._claims.items():
+            claimed[self._clients[name]] = claim[place]
         count, there = capped(claimed, self._max_share), np.zeros(self._total, bool)
         for name in present:
             there[self._clients[name]] = True
@@ -99,5 +99,5 @@ class Counts:
         return count * there, claimed * there
 
 
-def _text(held: list[tuple[int, int]]) -> str:
-    return f"{sum(n for n, _ in held)} samples and {sum(n for _, n in held)} tests"
+def _text(claims: list[tuple[int, int]]) -> str:
+    return f"{sum(n for n, _ in claims)} samples and {sum(n for _, n in claims)} tests"

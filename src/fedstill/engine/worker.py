@@ -206,8 +206,8 @@ class Worker:
         Where there is no global model, also how it does on the global test set.
         """
         client.net.eval()
-        held, index = self.federation.test_split, torch.from_numpy(self.federation.test(client.id))
-        test = Samples(held.x, held.y, index, self.task.dataset.normalise)
+        split, index = self.federation.test_split, torch.from_numpy(self.federation.test(client.id))
+        test = Samples(split.x, split.y, index, self.task.dataset.normalise)
         metrics = {}
         if len(test):
             predicted = torch.cat([logits(client.net, x).argmax(1) for x in test.parts(EVAL_BATCH)])
@@ -223,5 +223,5 @@ class Worker:
         where = slice(request.start, request.stop)
         if request.source == "test":
             return self.task.dataset.test.x[where], self.task.dataset.test.y[where]
-        held, index = self.federation.test_split, torch.from_numpy(self.federation.test_index[where])
-        return held.x[index], held.y[index]
+        split, index = self.federation.test_split, torch.from_numpy(self.federation.test_index[where])
+        return split.x[index], split.y[index]

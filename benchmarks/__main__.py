@@ -125,7 +125,7 @@ def measure_growth() -> Iterator[Row]:
             ratios = {key: found[key] / fewest[key] for key in found}
             beside = f"{fewest['seconds']:.3f} s {first}"
             yield Row("growth", f"{what}: a round", f"{seconds:.3f} s", beside, ratios["seconds"], at_most=1.2)
-            beside, note = f"{fewest['megabytes']:.0f} MB {first}", f"{whole:.0f} MB with who holds what"
+            beside, note = f"{fewest['megabytes']:.0f} MB {first}", f"{whole:.0f} MB with the data partition"
             yield Row(
                 "growth", f"{what}: memory", f"{memory:.0f} MB", beside, ratios["megabytes"], at_most=1.3, note=note
             )

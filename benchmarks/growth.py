@@ -41,7 +41,7 @@ def federation(clients: int) -> Federation:
 
 
 def cell(method: str, settings: dict[str, Any], clients: int, rounds: int, weighed: bool) -> dict[str, float]:
-    """Seconds a round, or MB at the peak of all processes: the whole, and without the arrays of who holds what."""
+    """Seconds a round, or MB at the peak of all processes: the whole, and without the arrays of the data partition."""
     torch.set_num_threads(1)
     held = federation(clients)
     arrays = sum(a.nbytes for a in (held.train_index, held.train_offsets, held.test_offsets)) / 1e6

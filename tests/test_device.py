@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import fedstill
 from fedstill.core import device, tree
 from fedstill.core.weights import FlatNet
-from fedstill.deployment.site import Own, Site
+from fedstill.deployment.site import LocalInputs, Site
 from fedstill.methods import registry
 from fedstill.running.api import Result
 from fedstill.running.directory import RunDirectory
@@ -268,7 +268,7 @@ class Apart(Wire):
 
     def __init__(self, folder: Path, device_: str) -> None:
         super().__init__(folder)
-        self.sites = {name: Site(folder / name, Own(device=device_), POLICY) for name in NAMES}
+        self.sites = {name: Site(folder / name, LocalInputs(device=device_), POLICY) for name in NAMES}
 
     def answer(self, name: str, request: Any) -> Any:
         with device.on(CPU):

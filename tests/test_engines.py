@@ -212,9 +212,9 @@ def test_the_last_client_of_a_round_goes_to_the_worker_that_is_free(tmp_path: Pa
     given: list[tuple[int, int]] = []
 
     class Noted(Processes):
-        def _give(self, hand: Any, todo: Any, *others: Any) -> bool:
-            given.append((hand.process.pid, todo[0]))
-            return super()._give(hand, todo, *others)
+        def _send(self, handle: Any, todo: Any, *others: Any) -> bool:
+            given.append((handle.process.pid, todo[0]))
+            return super()._send(handle, todo, *others)
 
     setup = prepare(resolve({**SMALL, "clients": 3}))
     worker = Worker(setup.task, setup.federation, Slow(folder=str(tmp_path)), Store(tmp_path / "clients"))
@@ -268,9 +268,9 @@ def test_workers_that_die_between_rounds_are_replaced(tmp_path: Path, workers: i
     with Processes(worker, workers) as engine:
         for round_ in (1, 2):
             assert len(list(engine.run([Train(k, round_) for k in range(4)], {"model": setup.task.initial}))) == 4
-            for hand in engine._hands:
-                hand.process.kill()
-                hand.process.join()
+            for handle in engine._handles:
+                handle.process.kill()
+                handle.process.join()
         assert engine.deaths == workers
 
 
@@ -282,7 +282,7 @@ def test_who_is_hired_while_requests_are_dealt_gets_one(tmp_path: Path, monkeypa
     with Processes(worker, 2) as engine:
         for round_ in (1, 2):
             assert len(list(engine.run([Train(k, round_) for k in range(2)], {"model": setup.task.initial}))) == 2
-            first = engine._hands[0]
+            first = engine._handles[0]
             first.process.kill()
             first.process.join()
             monkeypatch.setattr(first.process, "is_alive", lambda: True)
@@ -330,8 +330,8 @@ def test_clients_that_are_trained_at_once_are_all_named(tmp_path: Path) -> None:
     setup = prepare(resolve(SMALL))
     worker = Worker(setup.task, setup.federation, fedstill.FedAvg(), Store(tmp_path), together=3)
     engine = Processes(worker, 1)
-    assert engine._named([Train(1, 7), Train(4, 7)]) == "clients 1, 4 in round 7, network cnn (Stacked),"
-    assert engine._named([Score("test", 0, 50)]) == "the evaluation of samples 0 to 49, network cnn (Stacked),"
+    assert engine._describe([Train(1, 7), Train(4, 7)]) == "clients 1, 4 in round 7, network cnn (Stacked),"
+    assert engine._describe([Score("test", 0, 50)]) == "the evaluation of samples 0 to 49, network cnn (Stacked),"
 
 
 def test_a_worker_that_answered_before_it_died_is_not_blamed_for_that(tmp_path: Path) -> None:
@@ -341,15 +341,15 @@ def test_a_worker_that_answered_before_it_died_is_not_blamed_for_that(tmp_path: 
     blamed: list[list[int]] = []
 
     class Fatal(Processes):
-        def _give(self, hand: Any, todo: Any, *others: Any) -> bool:
-            if todo[0] and hand.holds and not blamed:
-                hand.pipe.close()  # it ends once it has answered
-                hand.process.join()
-            return super()._give(hand, todo, *others)
+        def _send(self, handle: Any, todo: Any, *others: Any) -> bool:
+            if todo[0] and handle.assigned and not blamed:
+                handle.pipe.close()  # it ends once it has answered
+                handle.process.join()
+            return super()._send(handle, todo, *others)
 
-        def _replace(self, hand: Any, *others: Any) -> None:
-            blamed.append(list(hand.holds))
-            super()._replace(hand, *others)
+        def _replace(self, handle: Any, *others: Any) -> None:
+            blamed.append(list(handle.assigned))
+            super()._replace(handle, *others)
 
     with Fatal(worker, 1) as engine:
         answers = list(engine.run([Train(k, 1) for k in range(3)], {"model": setup.task.initial}))
@@ -365,7 +365,7 @@ def test_no_worker_outlives_the_engine(tmp_path: Path) -> None:
     with Processes(worker, 2) as engine:
         answers = engine.run([Train(k, 1) for k in range(4)], {"model": server.model})
         next(answers)
-        processes = [hand.process for hand in engine._hands]
+        processes = [handle.process for handle in engine._handles]
         assert all(p.is_alive() for p in processes)
     assert not any(p.is_alive() for p in processes)
 

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedstill.core.errors import SettingError
 from fedstill.flower import keys, node
-from fedstill.flower.link import Certificates, Link
+from fedstill.flower.link import Certificates, FlowerLink
 
 
 def made(folder: Path) -> Path:
@@ -85,7 +85,9 @@ def expired(folder: Path, *, authority: bool) -> Path:
 def test_a_server_with_an_expired_certificate_does_not_start(tmp_path: Path) -> None:
     folder = expired(tmp_path / "trial", authority=False)
     files = Certificates(folder / "ca.pem", folder / "server.pem", folder / "server.key")
-    link = Link(tmp_path / "link", keys.public_keys(folder), host="127.0.0.1", port=1, certificates=files, most_bytes=1)
+    link = FlowerLink(
+        tmp_path / "link", keys.public_keys(folder), host="127.0.0.1", port=1, certificates=files, most_bytes=1
+    )
     with pytest.raises(SettingError, match=r"server\.pem expired on 20"), link:
         pass
 
@@ -139,7 +141,7 @@ def test_a_site_names_an_expired_certificate_at_once_and_waits(
             raise Enough
 
     with patch("fedstill.flower.node.time.sleep", sleep), caplog.at_level(logging.WARNING), pytest.raises(Enough):
-        node._meet(server, folder / "ca.pem")
+        node._wait_for_server(server, folder / "ca.pem")
     assert [record.message for record in caplog.records if "has expired" in record.message] == [
         f"the certificate of {server} has expired; trying until it is valid: "
         "renew it there, or set the clock of this machine"
@@ -150,4 +152,4 @@ def test_a_site_names_an_expired_certificate_at_once_and_waits(
 def test_a_site_whose_authority_has_expired_stops(tmp_path: Path) -> None:
     folder = expired(tmp_path / "trial", authority=True)
     with pytest.raises(SettingError, match=r"ca\.pem expired on"):
-        node._meet("127.0.0.1:1", folder / "ca.pem")
+        node._wait_for_server("127.0.0.1:1", folder / "ca.pem")

@@ -33,7 +33,7 @@ from flwr.supercore.primitives.asymmetric import sign_message
 
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.flower import keys, private
-from fedstill.flower.link import Certificates, Failure, Link
+from fedstill.flower.link import Certificates, Failure, FlowerLink
 from fedstill.flower.node import serve
 
 pytestmark = pytest.mark.slow
@@ -55,12 +55,12 @@ class Trial:
             self.port: int = probe.getsockname()[1]
         self.server = f"127.0.0.1:{self.port}"
 
-    def link(self, **settings: Any) -> Link:
+    def link(self, **settings: Any) -> FlowerLink:
         held = self.root / "keys"
         files = Certificates(held / "ca.pem", held / "server.pem", held / "server.key")
         public: dict[str, bytes | Path] = {site: held / f"sites/{site}.pub" for site in SITES}
         given: dict[str, Any] = {"certificates": files, "most_bytes": 2_000_000, **settings}
-        return Link(self.root / "link", public, host="127.0.0.1", port=self.port, **given)
+        return FlowerLink(self.root / "link", public, host="127.0.0.1", port=self.port, **given)
 
     def start(self, site: str, ca: str | None = None) -> None:
         (self.root / site).mkdir(exist_ok=True)
@@ -80,13 +80,15 @@ class Trial:
             process.wait()
 
 
-def ask(link: Link, requests: dict[str, Any], *, timeout: float = PATIENCE, name: str | None = None) -> dict[str, Any]:
-    answers = list(link.ask(requests, timeout=timeout, name=name))
+def ask(
+    link: FlowerLink, requests: dict[str, Any], *, timeout: float = PATIENCE, name: str | None = None
+) -> dict[str, Any]:
+    answers = list(link.send_requests(requests, timeout=timeout, name=name))
     assert sorted(site for site, _ in answers) == sorted(requests)
     return dict(answers)
 
 
-def everyone(link: Link, sites: int = 3) -> None:
+def everyone(link: FlowerLink, sites: int = 3) -> None:
     wait(lambda: len(link.present()) == sites)
 
 
@@ -109,13 +111,13 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
 
 
 @pytest.fixture(scope="module")
-def running(trial: Trial) -> Iterator[Link]:
+def running(trial: Trial) -> Iterator[FlowerLink]:
     with trial.link() as link:
         yield link
 
 
 @pytest.fixture
-def link(running: Link) -> Link:
+def link(running: FlowerLink) -> FlowerLink:
     everyone(running)
     return running
 
@@ -136,7 +138,7 @@ def test_names_of_sites_cannot_leave_their_folder(tmp_path: Path) -> None:
         keys.make(tmp_path, ["../berlin"], ["example.org"])
 
 
-def test_three_sites_answer_each_its_own_tensor(link: Link) -> None:
+def test_three_sites_answer_each_its_own_tensor(link: FlowerLink) -> None:
     tensors = {site: torch.full((62_500,), float(i)) for i, site in enumerate(SITES)}
     answers = ask(link, {site: {"tensor": tensors[site], "note": [site, None]} for site in SITES})
     for site, tensor in tensors.items():
@@ -144,7 +146,7 @@ def test_three_sites_answer_each_its_own_tensor(link: Link) -> None:
         assert answers[site]["note"] == [site, None]
 
 
-def test_a_request_asked_again_is_answered_from_the_disk_even_by_a_new_process(trial: Trial, link: Link) -> None:
+def test_a_request_asked_again_is_answered_from_the_disk_even_by_a_new_process(trial: Trial, link: FlowerLink) -> None:
     request = {"quito": {"tensor": torch.arange(3.0)}}
     first = ask(link, request, name="round 1")["quito"]
     assert ask(link, request, name="round 1")["quito"]["calls"] == first["calls"]
@@ -158,18 +160,18 @@ def test_a_request_asked_again_is_answered_from_the_disk_even_by_a_new_process(t
     assert not (trial.root / "quito/began").exists()
 
 
-def test_a_site_killed_at_work_and_started_again_answers_the_same_request(trial: Trial, link: Link) -> None:
+def test_a_site_killed_at_work_and_started_again_answers_the_same_request(trial: Trial, link: FlowerLink) -> None:
     (trial.root / "berlin/began").unlink(missing_ok=True)
-    answers = link.ask({"berlin": {"sleep": 2, "note": "hello"}}, timeout=HELD - 5)
+    answers = link.send_requests({"berlin": {"sleep": 2, "note": "hello"}}, timeout=HELD - 5)
     wait((trial.root / "berlin/began").exists)
     trial.kill("berlin")
     trial.start("berlin")
     assert list(answers) == [("berlin", {"sleep": 2, "note": "hello", "calls": 1})]
 
 
-def test_sites_that_hang_or_announce_only_fail_at_the_timeout_and_hold_up_nobody(link: Link) -> None:
+def test_sites_that_hang_or_announce_only_fail_at_the_timeout_and_hold_up_nobody(link: FlowerLink) -> None:
     asked = time.monotonic()
-    answers = link.ask({"berlin": {"sleep": 1000}, "lagos": {"announce": True}, "quito": {}}, timeout=6)
+    answers = link.send_requests({"berlin": {"sleep": 1000}, "lagos": {"announce": True}, "quito": {}}, timeout=6)
     assert next(answers) == ("quito", {"calls": mock.ANY})
     failures = dict(answers)
     assert failures.keys() == {"berlin", "lagos"}
@@ -179,7 +181,7 @@ def test_sites_that_hang_or_announce_only_fail_at_the_timeout_and_hold_up_nobody
     assert ask(link, {"berlin": {"note": 1}, "lagos": {"note": 1}})["berlin"]["note"] == 1
 
 
-def test_answers_too_large_malformed_or_failed_are_failures_with_a_reason(link: Link) -> None:
+def test_answers_too_large_malformed_or_failed_are_failures_with_a_reason(link: FlowerLink) -> None:
     requests = {"berlin": {"big": 1_000_000}, "lagos": {"forge": True}, "quito": {"divide": 0}}
     answers = ask(link, requests)
     assert "more than the 2,000,000 bytes allowed" in answers["berlin"].reason
@@ -199,12 +201,12 @@ def test_a_chunk_named_many_times_counts_many_times() -> None:
         private._check_arrays({"b" * 64: array, "a" * 64: content("ArrayChunk", [], bytes(1000))}, 10_000)
 
 
-def test_unknown_sites_are_told_apart_before_anything_is_sent(link: Link) -> None:
+def test_unknown_sites_are_told_apart_before_anything_is_sent(link: FlowerLink) -> None:
     with pytest.raises(SettingError, match="did you mean 'berlin'"):
-        link.ask({"berlinn": {}}, timeout=1)
+        link.send_requests({"berlinn": {}}, timeout=1)
 
 
-def test_a_site_with_the_wrong_authority_or_no_encryption_is_told_so(trial: Trial, link: Link) -> None:
+def test_a_site_with_the_wrong_authority_or_no_encryption_is_told_so(trial: Trial, link: FlowerLink) -> None:
     def joining(key: str, ca: str | None, directory: str = "new") -> None:
         authority, place = None if ca is None else trial.root / ca, trial.root / directory
         serve(lambda tree: tree, server=trial.server, key=trial.root / key, ca=authority, directory=place)
@@ -233,7 +235,7 @@ def signature(path: Path) -> dict[str, str]:
     }
 
 
-def test_only_the_fleet_interface_is_open_and_only_to_known_keys(trial: Trial, link: Link) -> None:
+def test_only_the_fleet_interface_is_open_and_only_to_known_keys(trial: Trial, link: FlowerLink) -> None:
     signed = signature(trial.root / "keys/sites/lagos")
     known = {FLEET_HTTP_PUBLIC_KEY_HEADER: signed[FLEET_HTTP_PUBLIC_KEY_HEADER]}
     context = ssl.create_default_context(cafile=str(trial.root / "keys/ca.pem"))
@@ -248,14 +250,14 @@ def test_only_the_fleet_interface_is_open_and_only_to_known_keys(trial: Trial, l
         assert client.post("/v1/fleet/push-object", headers=known, content=iter([b"a"])).status_code == 411
 
 
-def test_a_port_in_use_is_told_at_once(trial: Trial, link: Link) -> None:
+def test_a_port_in_use_is_told_at_once(trial: Trial, link: FlowerLink) -> None:
     with pytest.raises(FedstillError, match="cannot listen"), trial.link():
         pass
 
 
-def test_the_superlink_killed_comes_back_and_questions_are_answered(link: Link, trial: Trial) -> None:
+def test_the_superlink_killed_comes_back_and_questions_are_answered(link: FlowerLink, trial: Trial) -> None:
     (trial.root / "lagos/began").unlink(missing_ok=True)
-    during = link.ask({"lagos": {"sleep": 1, "note": "during"}}, timeout=PATIENCE)
+    during = link.send_requests({"lagos": {"sleep": 1, "note": "during"}}, timeout=PATIENCE)
     wait((trial.root / "lagos/began").exists)
     assert link._process is not None
     os.kill(link._process.pid, signal.SIGKILL)

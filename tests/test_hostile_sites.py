@@ -118,11 +118,11 @@ def test_sites_that_are_not_connected_are_waited_for_without_counting(tmp_path: 
     class Away(Wire):
         tries = 0
 
-        def ask(self, requests: Any, **how: Any) -> Any:
+        def send_requests(self, requests: Any, **how: Any) -> Any:
             if any(request["request"] and request["request"].get("round") == 2 for request in requests.values()):
                 self.tries += 1
                 self.away = set(self.sites) if self.tries < 5 else set()
-            return super().ask(requests, **how)
+            return super().send_requests(requests, **how)
 
     reports = Reports()
     result = served(Away(tmp_path), tmp_path / "run", listener=reports, round_retries=1)
@@ -326,11 +326,13 @@ class Hung(Wire):
         self.clock = clock
         self.waited: list[float] = []
 
-    def ask(self, requests: Mapping[str, Tree], *, until: Any = None, **how: Any) -> Iterator[tuple[str, Any]]:
+    def send_requests(
+        self, requests: Mapping[str, Tree], *, until: Any = None, **how: Any
+    ) -> Iterator[tuple[str, Any]]:
         if until is None:
-            yield from super().ask(requests, **how)
+            yield from super().send_requests(requests, **how)
             return
-        yield from super().ask({k: v for k, v in requests.items() if k != "south"}, **how)
+        yield from super().send_requests({k: v for k, v in requests.items() if k != "south"}, **how)
         if "south" in requests:
             began, self.clock[0] = self.clock[0], min(until(), self.clock[0] + how["timeout"])
             self.waited.append(self.clock[0] - began)
@@ -367,11 +369,11 @@ def test_a_round_waits_for_as_many_as_it_needs(tmp_path: Path, monkeypatch: pyte
 
 
 def test_slow_sites_are_waited_for_ten_times_as_long_as_they_took() -> None:
-    waits = waiting.Waits(None)
-    waits.learn("Train", "slow", 40.0)
-    waits.learn("Train", "quick", 1.0)
-    waits.learn("Train", "other", 2.0)
-    waits.done("Train", ["slow", "quick", "other", "silent"])
+    waits = waiting.ResponseTimes(None)
+    waits.add("Train", "slow", 40.0)
+    waits.add("Train", "quick", 1.0)
+    waits.add("Train", "other", 2.0)
+    waits.finish("Train", ["slow", "quick", "other", "silent"])
     found = {name: waits.allowance("Train", name) for name in ("slow", "quick", "silent")}
     assert found == {"slow": 400.0, "quick": 30.0, "silent": 30.0}
     assert waits.allowance("Score", "quick") == math.inf
@@ -379,11 +381,11 @@ def test_slow_sites_are_waited_for_ten_times_as_long_as_they_took() -> None:
 
 def test_the_link_stops_waiting_when_it_is_over() -> None:
     pytest.importorskip("flwr")
-    from fedstill.flower.link import Failure, _arriving, _Question
+    from fedstill.flower.link import Failure, _arriving, _RequestBatch
 
     answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
     answers.put(("north", {"fine": 1}))
-    question = _Question("q", False, 600.0, time.monotonic() + 600, threading.Event())
+    question = _RequestBatch("q", False, 600.0, time.monotonic() + 600, threading.Event())
     seen = set[str]()
     arriving = _arriving({"north", "south"}, answers, question, lambda: 0.0 if seen else math.inf)
     for site, answer in arriving:

@@ -21,9 +21,10 @@ from fedstill.core.reports import code_of, report, step_of
 from fedstill.core.tree import Tree
 from fedstill.deployment import region as regional
 from fedstill.deployment.policy import Policy
+from fedstill.deployment.protocol import SiteLink
 from fedstill.deployment.region import RegionalServer
-from fedstill.deployment.server import Link, Terms, serve
-from fedstill.deployment.site import Own, Site
+from fedstill.deployment.server import Terms, serve
+from fedstill.deployment.site import LocalInputs, Site
 from fedstill.running.loop import Listener
 
 SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"}
@@ -45,7 +46,7 @@ class Wire:
     def present(self) -> set[str]:
         return set(self.there) - self.away
 
-    def ask(
+    def send_requests(
         self, requests: Mapping[str, Tree], *, timeout: float, name: str | None = None, until: Any = None
     ) -> Iterator[tuple[str, Any]]:
         for who, request in reversed(list(requests.items())):
@@ -61,7 +62,7 @@ class Wire:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regional, "_PATIENCE", 0.5)
+    monkeypatch.setattr(regional, "_NEWCOMERS_TIMEOUT", 0.5)
 
 
 class World:
@@ -69,17 +70,17 @@ class World:
 
     def __init__(self, folder: Path, **data: str) -> None:
         self.sites = {
-            region: Wire({name: Site(folder / name, Own(data=data.get(name, "")), POLICY) for name in names})
+            region: Wire({name: Site(folder / name, LocalInputs(data=data.get(name, "")), POLICY) for name in names})
             for region, names in SITES.items()
         }
         self.regions = {name: self.region(folder, name) for name in SITES}
         self.top = Wire(self.regions)
 
     def region(self, folder: Path, name: str) -> RegionalServer:
-        def connect(most_bytes: int) -> nullcontext[Link]:
+        def connect(most_bytes: int) -> nullcontext[SiteLink]:
             return nullcontext(self.sites[name])
 
-        return RegionalServer(folder / name, SITES[name], connect, own=Own(), terms=Terms(timeout=5))
+        return RegionalServer(folder / name, SITES[name], connect, inputs=LocalInputs(), terms=Terms(timeout=5))
 
 
 def served(world: World, out: Path, method: str, listener: Listener | None = None, **settings: Any) -> Any:
@@ -132,12 +133,12 @@ class Killed(Exception):
 @pytest.mark.slow
 def test_a_regional_server_that_was_killed_in_the_middle_of_an_episode_goes_on(tmp_path: Path) -> None:
     class Dying(Wire):
-        def ask(self, requests: Mapping[str, Tree], **how: Any) -> Iterator[tuple[str, Any]]:
+        def send_requests(self, requests: Mapping[str, Tree], **how: Any) -> Iterator[tuple[str, Any]]:
             kinds = [request["request"] and request["request"].get("round") for request in requests.values()]
             if 4 in kinds and not self.died:
                 self.died = True
                 raise Killed
-            return super().ask(requests, **how)
+            return super().send_requests(requests, **how)
 
         died = False
 
@@ -196,8 +197,8 @@ def test_a_region_and_a_site_that_come_late_take_part_from_then_on(tmp_path: Pat
 )
 def test_a_bad_answer_of_a_region_is_dropped(tmp_path: Path, change: Any, reason: str) -> None:
     class Lying(Wire):
-        def ask(self, requests: Mapping[str, Tree], **how: Any) -> Iterator[tuple[str, Any]]:
-            for who, answer in super().ask(requests, **how):
+        def send_requests(self, requests: Mapping[str, Tree], **how: Any) -> Iterator[tuple[str, Any]]:
+            for who, answer in super().send_requests(requests, **how):
                 yield who, answer | change(answer) if who == "west" and "message" in answer else answer
 
     world = World(tmp_path)
@@ -252,10 +253,12 @@ def test_a_dead_site_does_not_take_its_region_out(tmp_path: Path) -> None:
 
 def test_sites_have_no_more_time_than_the_episode(tmp_path: Path) -> None:
     class Timed(Wire):
-        def ask(self, requests: Mapping[str, Tree], *, timeout: float, **how: Any) -> Iterator[tuple[str, Any]]:
+        def send_requests(
+            self, requests: Mapping[str, Tree], *, timeout: float, **how: Any
+        ) -> Iterator[tuple[str, Any]]:
             if any(request["request"] and request["request"]["kind"] == "Train" for request in requests.values()):
                 given.append(timeout)
-            return super().ask(requests, timeout=timeout, **how)
+            return super().send_requests(requests, timeout=timeout, **how)
 
     given: list[float] = []
     world = World(tmp_path)

@@ -80,12 +80,14 @@ class Repeating(Wire):
         self.last: dict[str, tuple[str, Any]] = {}
         self.poison = False
 
-    def ask(self, requests: Mapping[str, Tree], *, name: str | None = None, **how: Any) -> Iterator[tuple[str, Any]]:
+    def send_requests(
+        self, requests: Mapping[str, Tree], *, name: str | None = None, **how: Any
+    ) -> Iterator[tuple[str, Any]]:
         for site in requests:
             if name and self.last.get(site, ("", None))[0] == name:
                 yield site, self.last[site][1]
                 continue
-            for _, answer in super().ask({site: requests[site]}, **how):
+            for _, answer in super().send_requests({site: requests[site]}, **how):
                 if self.poison and "message" in answer:
                     answer["message"]["model"] = answer["message"]["model"] * 1.01
                 if name:
@@ -138,7 +140,7 @@ def test_back_at_the_start_the_settings_may_be_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", [0, 2])
 def test_regions_forget_with_the_global_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: int) -> None:
-    monkeypatch.setattr(regional, "_PATIENCE", 0.5)
+    monkeypatch.setattr(regional, "_NEWCOMERS_TIMEOUT", 0.5)
     settings: dict[str, Any] = {"rounds": 6, "keep_checkpoints": 3}
     test_regional.served(test_regional.World(tmp_path), tmp_path / "run", "scaffold+f2l", **settings)
     rollback(tmp_path / "run", to)

@@ -19,7 +19,7 @@ from fedstill.core import reports
 from fedstill.core.tree import Tree
 from fedstill.deployment.policy import Policy
 from fedstill.deployment.server import Terms, serve
-from fedstill.deployment.site import Own, Site
+from fedstill.deployment.site import LocalInputs, Site
 
 pytest.importorskip("flwr")
 from flwr.app import RecordDict
@@ -37,7 +37,7 @@ TEXT = {"data": "glosses-mini", "model": "bag", "model_options": {}, "image_size
 class Nodes:
     """Sites behind the code that answers Flower's messages, and the code that reads the answers; all that crosses."""
 
-    def __init__(self, folder: Path, **own: Own) -> None:
+    def __init__(self, folder: Path, **own: LocalInputs) -> None:
         self.received: list[bytes] = []
         self.nodes = {}
         for name, has in own.items():
@@ -48,7 +48,7 @@ class Nodes:
     def present(self) -> set[str]:
         return set(self.nodes)
 
-    def ask(
+    def send_requests(
         self, requests: Mapping[str, Tree], *, timeout: float, name: str | None = None, **more: Any
     ) -> Iterator[tuple[str, Any]]:
         for site, request in requests.items():
@@ -82,39 +82,39 @@ class SimpleHandler(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def csv(*lines: str) -> Callable[[Path], Own]:
-    def make(folder: Path) -> Own:
+def csv(*lines: str) -> Callable[[Path], LocalInputs]:
+    def make(folder: Path) -> LocalInputs:
         (folder / f"{MARKER}.csv").write_text("\n".join(lines) + "\n")
-        return Own(data=str(folder / f"{MARKER}.csv"))
+        return LocalInputs(data=str(folder / f"{MARKER}.csv"))
 
     return make
 
 
-def images(*files: str, damaged: bool = False) -> Callable[[Path], Own]:
-    def make(folder: Path) -> Own:
+def images(*files: str, damaged: bool = False) -> Callable[[Path], LocalInputs]:
+    def make(folder: Path) -> LocalInputs:
         for number, file in enumerate(files):
             path = folder / MARKER / file
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(np.full((16, 16), number, np.uint8)).save(path)
             if damaged:
                 path.write_bytes(path.read_bytes()[:40])
-        return Own(data=str(folder / MARKER))
+        return LocalInputs(data=str(folder / MARKER))
 
     return make
 
 
-def npz(**arrays: Any) -> Callable[[Path], Own]:
-    def make(folder: Path) -> Own:
+def npz(**arrays: Any) -> Callable[[Path], LocalInputs]:
+    def make(folder: Path) -> LocalInputs:
         np.savez(folder / f"{MARKER}.npz", **arrays)
-        return Own(data=str(folder / f"{MARKER}.npz"))
+        return LocalInputs(data=str(folder / f"{MARKER}.npz"))
 
     return make
 
 
-def code(text: str, kind: str, name: str) -> Callable[[Path], Own]:
-    def make(folder: Path) -> Own:
+def code(text: str, kind: str, name: str) -> Callable[[Path], LocalInputs]:
+    def make(folder: Path) -> LocalInputs:
         (folder / "mine.py").write_text(text.replace("MARKER", MARKER))
-        return Own(**{kind: f"{folder / 'mine.py'}:{name}"})
+        return LocalInputs(**{kind: f"{folder / 'mine.py'}:{name}"})
 
     return make
 
@@ -144,7 +144,7 @@ class Odd(fedstill.FedAvg):
 """
 NET = "def net(shape, classes):\n    raise ValueError('MARKER')\n\ndef data():\n    raise SystemExit('MARKER')\n"
 
-FAILING: dict[str, tuple[Callable[[Path], Own], dict[str, Any]]] = {
+FAILING: dict[str, tuple[Callable[[Path], LocalInputs], dict[str, Any]]] = {
     "csv-without-header": (csv(f"{MARKER}, 1961-04-02, positive, 1", f"{MARKER},a,b,c"), TEXT),
     "csv-other-columns": (csv(f"{MARKER},label", f"{MARKER},1"), TEXT),
     "csv-column-twice": (csv(f"text,label,{MARKER},{MARKER}", "a,b,c,d"), TEXT),
@@ -160,15 +160,15 @@ FAILING: dict[str, tuple[Callable[[Path], Own], dict[str, Any]]] = {
     "npz-unknown-class": (npz(x=PIXELS, y=np.arange(10) % 2, classes=np.array([MARKER, "b"])), {}),
     "npz-labels-of-text": (npz(x=PIXELS, y=np.array([MARKER] * 10)), {}),
     "npz-length": (npz(x=PIXELS, y=np.arange(3)), {}),
-    "no-such-file": (lambda folder: Own(data=str(folder / f"{MARKER}.npz")), {}),
+    "no-such-file": (lambda folder: LocalInputs(data=str(folder / f"{MARKER}.npz")), {}),
     "own-data-ends": (code(NET, "data", "data"), {}),
     "own-data-is-none": (code("def data():\n    return 'MARKER'\n", "data", "data"), {}),
     "own-data-does-not-load": (code("raise KeyError('MARKER')\n", "data", "data"), {}),
 }  # fmt: skip
 
 
-def run(folder: Path, own: Own, **settings: Any) -> tuple[Nodes, Path]:
-    nodes, out = Nodes(folder / "sites", north=Own(), south=own), folder / "run"
+def run(folder: Path, own: LocalInputs, **settings: Any) -> tuple[Nodes, Path]:
+    nodes, out = Nodes(folder / "sites", north=LocalInputs(), south=own), folder / "run"
     config = resolve(SETTINGS | settings)
     serve(config, ["north", "south"], nodes, out, terms=Terms(timeout=60), pause=lambda missing: False)
     return nodes, out

@@ -28,8 +28,8 @@ from fedstill.core.tree import Tree
 from fedstill.data import cache, tokens
 from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, AuditLog, verify
-from fedstill.deployment.policy import Consent, Policy, Spent, kinds_of
-from fedstill.deployment.site import Own, Site
+from fedstill.deployment.policy import Consent, Policy, Usage, kinds_of
+from fedstill.deployment.site import LocalInputs, Site
 from fedstill.methods import registry
 from fedstill.methods.kinds import MEANING, Kind
 from fedstill.running.files import RECEIVED
@@ -54,7 +54,7 @@ def question(run: dict[str, Any] | None = None, **settings: Any) -> Tree:
 
 def refused(asked: Tree, folder: Path, code: Code, policy: Policy | None = None, **own: str) -> str:
     with pytest.raises(Refusal) as caught:
-        Site(folder / "site", Own(**own), policy).handle(asked)
+        Site(folder / "site", LocalInputs(**own), policy).handle(asked)
     assert caught.value.code is code
     return str(caught.value)
 
@@ -120,15 +120,15 @@ def test_no_file_that_a_server_names_is_opened_or_run(tmp_path: Path, named: dic
 
 def test_a_servers_folder_and_device_are_not_the_sites(tmp_path: Path) -> None:
     text = resolve(SETTINGS, {"data_dir": "/etc", "device": "cpu"}).toml()
-    assert Own(data_dir="mine").config(text).data_dir == "mine"
-    assert Own().config(text).data_dir == ""
+    assert LocalInputs(data_dir="mine").config(text).data_dir == "mine"
+    assert LocalInputs().config(text).data_dir == ""
 
 
 def test_nothing_that_a_server_names_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSTILL_OFFLINE", "0")
     monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("it was fetched"))
     with pytest.raises(DataError, match="a site fetches nothing that a server names, but with --download"):
-        Site(tmp_path / "site", Own(data_dir=str(tmp_path))).handle(question(data="mnist", model="lenet5"))
+        Site(tmp_path / "site", LocalInputs(data_dir=str(tmp_path))).handle(question(data="mnist", model="lenet5"))
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,8 @@ def test_the_default_allows_what_sends_weights_alone(name: str) -> None:
 def test_of_a_composition_what_sends_more_is_named(tmp_path: Path) -> None:
     asked = question(method="fedprox+dafkd+t1", batches=1)
     assert "--allow dafkd," in refused(asked, tmp_path, Code.NOT_ALLOWED)
-    assert "samples" in Site(tmp_path / "b", Own(), Policy(allow=("dafkd",))).handle(asked)
-    assert "samples" in Site(tmp_path / "c", Own(), Policy(allow=("fedprox+dafkd+t1",))).handle(asked)
+    assert "samples" in Site(tmp_path / "b", LocalInputs(), Policy(allow=("dafkd",))).handle(asked)
+    assert "samples" in Site(tmp_path / "c", LocalInputs(), Policy(allow=("fedprox+dafkd+t1",))).handle(asked)
     refused(asked, tmp_path, Code.NOT_ALLOWED, Policy(allow=("dafkd",), deny=(Kind.GENERATOR,)))
 
 
@@ -234,7 +234,7 @@ def test_an_owner_who_is_asked_may_take_time(tmp_path: Path) -> None:
         answered.set()
         return True
 
-    site = Site(tmp_path, Own(), Policy(), ask)
+    site = Site(tmp_path, LocalInputs(), Policy(), ask)
     for _ in range(2):
         with pytest.raises(Refusal) as caught:
             site.handle(question(method="qffl"))
@@ -251,7 +251,7 @@ def test_an_owner_who_is_asked_may_take_time(tmp_path: Path) -> None:
 
 def test_metrics_can_be_kept_at_home(tmp_path: Path) -> None:
     wire = test_sites.Wire(tmp_path)
-    wire.sites["south"] = Site(tmp_path / "silent", Own(), Policy(deny=(Kind.METRICS,)))
+    wire.sites["south"] = Site(tmp_path / "silent", LocalInputs(), Policy(deny=(Kind.METRICS,)))
     result = test_sites.served(wire, tmp_path / "run", rounds=1)
     assert test_sites.sizes(tmp_path / "run")[1] > 0
     assert result.records[0]["dropped"] == 0
@@ -260,16 +260,16 @@ def test_metrics_can_be_kept_at_home(tmp_path: Path) -> None:
 
 
 def test_a_site_trains_and_works_no_longer_than_agreed(tmp_path: Path) -> None:
-    spent = Spent(tmp_path, Policy(max_rounds=2))
+    spent = Usage(tmp_path, Policy(max_rounds=2))
     for _ in range(2):
         with spent.work(training=True):
             pass
-    with pytest.raises(Refusal, match="trained 2 times"), Spent(tmp_path, Policy(max_rounds=2)).work(training=True):
+    with pytest.raises(Refusal, match="trained 2 times"), Usage(tmp_path, Policy(max_rounds=2)).work(training=True):
         pass
     with spent.work(training=False):
         pass
     (tmp_path / "spent.json").write_text('{"trainings": 0, "seconds": 3601}')
-    with pytest.raises(Refusal, match="worked 1 hours"), Spent(tmp_path, Policy(max_hours=1)).work(training=False):
+    with pytest.raises(Refusal, match="worked 1 hours"), Usage(tmp_path, Policy(max_hours=1)).work(training=False):
         pass
 
 
@@ -282,7 +282,7 @@ def test_a_site_stops_after_its_last_round(tmp_path: Path) -> None:
                 return {"error": {"code": error.code.value, "step": "request", "number": "0000"}}
 
     wire = Counted(tmp_path)
-    wire.sites["south"] = Site(tmp_path / "short", Own(), Policy(max_rounds=2))
+    wire.sites["south"] = Site(tmp_path / "short", LocalInputs(), Policy(max_rounds=2))
     result = test_sites.served(wire, tmp_path / "run", rounds=3)
     assert [record["dropped"] for record in result.records] == [0, 0, 1]
     assert "asks for more than the site's limits allow" in (tmp_path / "run/log.txt").read_text()

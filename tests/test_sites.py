@@ -22,7 +22,7 @@ from fedstill.core.tree import Tree
 from fedstill.data import tokens
 from fedstill.deployment.policy import Policy
 from fedstill.deployment.server import Terms, serve
-from fedstill.deployment.site import Own, Site, _labelled_as
+from fedstill.deployment.site import LocalInputs, Site, _labelled_as
 from fedstill.running import directory as rundir
 from fedstill.running.directory import RunDirectory
 from fedstill.running.loop import Listener
@@ -41,13 +41,13 @@ class Wire:
     """Sites in this process, behind bytes."""
 
     def __init__(self, folder: Path, **data: str) -> None:
-        self.sites = {name: Site(folder / name, Own(data=data.get(name, "")), POLICY) for name in NAMES}
+        self.sites = {name: Site(folder / name, LocalInputs(data=data.get(name, "")), POLICY) for name in NAMES}
         self.away = set[str]()
 
     def present(self) -> set[str]:
         return set(self.sites) - self.away
 
-    def ask(
+    def send_requests(
         self, requests: Mapping[str, Tree], *, timeout: float, name: str | None = None, until: Any = None
     ) -> Iterator[tuple[str, Any]]:
         for site, request in reversed(list(requests.items())):  # answers come in any order
@@ -121,7 +121,9 @@ def test_sites_begin_with_an_encoder_of_their_own_that_is_the_servers(tmp_path: 
 
     def wire(name: str) -> Wire:
         made = Wire(tmp_path / f"sites of {name}")
-        made.sites = {site: Site(tmp_path / name / site, Own(pretrained=str(tmp_path / name))) for site in NAMES}
+        made.sites = {
+            site: Site(tmp_path / name / site, LocalInputs(pretrained=str(tmp_path / name))) for site in NAMES
+        }
         return made
 
     served(wire("site"), tmp_path / "served", **settings)
@@ -291,7 +293,7 @@ def test_a_site_runs_no_file_that_a_server_names(tmp_path: Path) -> None:
         Site(tmp_path / "north").handle(question)
     assert not (tmp_path / "ran").exists()
     wire = Wire(tmp_path)
-    wire.sites = {name: Site(tmp_path / name, Own(model=f"{mine}:net")) for name in NAMES}
+    wire.sites = {name: Site(tmp_path / name, LocalInputs(model=f"{mine}:net")) for name in NAMES}
     served(wire, tmp_path / "run", model=f"{mine}:net")
     assert (tmp_path / "ran").exists()
 

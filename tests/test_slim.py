@@ -8,7 +8,7 @@ from torch import nn
 
 from fedstill.core.errors import SettingError
 from fedstill.models import Stacked, as_classifier, build, names
-from fedstill.models.slim import check_sliceable, kept, slimmed
+from fedstill.models.slim import active_channels, check_sliceable, slimmed
 
 
 def lenet_of(channels: tuple[int, int, int, int]) -> Stacked:
@@ -30,9 +30,9 @@ def lenet_of(channels: tuple[int, int, int, int]) -> Stacked:
 
 def resnet_of(width: float, norm: str | int) -> nn.Module:
     """ResNet-8 whose 16, 32 and 64 channels are those that a width keeps; only some widths are multiples of it."""
-    assert kept(32, width) == 2 * kept(16, width)
-    assert kept(64, width) == 4 * kept(16, width)
-    return build("resnet8", (3, 32, 32), 10, width=kept(16, width), norm=norm)
+    assert active_channels(32, width) == 2 * active_channels(16, width)
+    assert active_channels(64, width) == 4 * active_channels(16, width)
+    return build("resnet8", (3, 32, 32), 10, width=active_channels(16, width), norm=norm)
 
 
 def copy_first(narrow: nn.Module, full: nn.Module) -> None:
@@ -45,7 +45,9 @@ def copy_first(narrow: nn.Module, full: nn.Module) -> None:
 @pytest.mark.parametrize("width", [0.8, 0.83, 0.5, 1.0])
 def test_a_sub_network_of_lenet_equals_the_narrow_network_with_the_same_weights(width: float) -> None:
     full = build("lenet5", (1, 32, 32), 10)
-    narrow = lenet_of((kept(6, width), kept(16, width), kept(120, width), kept(84, width)))
+    narrow = lenet_of(
+        (active_channels(6, width), active_channels(16, width), active_channels(120, width), active_channels(84, width))
+    )
     copy_first(narrow, full)
     x = torch.randn(5, 1, 32, 32)
     with slimmed(full, width) as sub:

@@ -28,7 +28,7 @@ from fedstill.core.weights import FlatNet
 from fedstill.data import Dataset, TextSettings, from_arrays, load, sources, tokens
 from fedstill.data.formats import text
 from fedstill.data.formats.text import Corpus, parse_tree
-from fedstill.deployment.site import Own
+from fedstill.deployment.site import LocalInputs
 from fedstill.methods import registry
 from fedstill.models import build, pretrained
 from fedstill.models.base import Classifier
@@ -665,12 +665,12 @@ def test_a_run_does_not_go_on_upon_another_frozen_encoder(mini: Dataset, encoder
 def test_a_site_loads_no_encoder_that_only_a_server_names(encoder: Path) -> None:
     told = resolve(of(encoder), {"data": "glosses-mini"}).toml()
     with pytest.raises(SettingError, match=r"begins with a pretrained encoder, .*; give yours to the site"):
-        Own().config(told)
-    assert Own(pretrained="mine").config(told).model_options["pretrained"] == "mine"
+        LocalInputs().config(told)
+    assert LocalInputs(pretrained="mine").config(told).model_options["pretrained"] == "mine"
     unnamed = resolve({"model": "distilbert", "data": "glosses-mini"}).toml()
-    assert "pretrained" not in Own().config(unnamed).model_options
+    assert "pretrained" not in LocalInputs().config(unnamed).model_options
     plain = resolve({"data": "glosses-mini"}).toml()
-    assert Own(pretrained="mine").config(plain).model_options == {}
+    assert LocalInputs(pretrained="mine").config(plain).model_options == {}
 
 
 # --- methods ----------------------------------------------------------------------------------------------------------

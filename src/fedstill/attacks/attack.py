@@ -37,7 +37,7 @@ CLAIMED = 10**8  # samples, with `count`
 
 @dataclass(frozen=True)
 class Attack:
-    """What some clients do; the others do as they are told. By default there is none."""
+    """What some clients do; the others are honest. By default there is none."""
 
     kind: AttackKind = ""
     clients: frozenset[int] = frozenset()

@@ -23,7 +23,7 @@ from fedstill.train.task import Task
 
 @dataclass(frozen=True)
 class Region:
-    """A federation of its own between two meetings of all."""
+    """A federation of its own between two aggregations of regions."""
 
     number: int
     name: str

@@ -24,10 +24,11 @@ from fedstill.cli.failure import TERMINATED, Terminated
 from fedstill.core.errors import SettingError, unknown
 from fedstill.core.owner import check_private
 from fedstill.deployment.policy import Policy
+from fedstill.deployment.protocol import SiteLink
 from fedstill.deployment.region import RegionalServer
-from fedstill.deployment.server import Link, Terms, regions_of
+from fedstill.deployment.server import Terms, regions_of
 from fedstill.deployment.server import serve as serve_sites
-from fedstill.deployment.site import Own, Site
+from fedstill.deployment.site import LocalInputs, Site
 from fedstill.running import files
 
 if TYPE_CHECKING:
@@ -105,14 +106,14 @@ def serve(
         run_in(path, again="the same command") as display,
         _listening(keys, public, host, port, limit, insecure=insecure) as link,
     ):
-        until, told = time.monotonic() + wait, dict[str, str]()
+        until, reported = time.monotonic() + wait, dict[str, str]()
 
         def pause(missing: dict[str, str]) -> bool:
-            if missing != told:
+            if missing != reported:
                 names = ", ".join(f"{name} ({why})" if why else name for name, why in missing.items())
                 say(f"waiting for {names}")
-                told.clear()
-                told.update(missing)
+                reported.clear()
+                reported.update(missing)
             time.sleep(0.5)
             return time.monotonic() < until
 
@@ -126,11 +127,10 @@ def serve(
 @contextmanager
 def _listening(
     keys: Path, public: dict[str, Path], host: str, port: int, most_bytes: int, *, insecure: bool
-) -> Iterator[Link]:
+) -> Iterator[SiteLink]:
     """A connection to sites, by the certificate and the public keys in a directory."""
     from fedstill.flower.keys import public_keys as site_keys
-    from fedstill.flower.link import Certificates
-    from fedstill.flower.link import Link as FlowerLink
+    from fedstill.flower.link import Certificates, FlowerLink
 
     certificates = None if insecure else Certificates(keys / "ca.pem", keys / "server.pem", keys / "server.key")
     for path in (certificates.ca, certificates.certificate, certificates.key) if certificates else ():
@@ -208,7 +208,7 @@ def _warn(insecure: bool) -> None:
 
 def region(
     server: str, *, key: Path, ca: Path | None, keys: Path, host: str, port: int, timeout: float, needed: int,
-    wait_after: float | None, recount: list[str], directory: Path | None, insecure: bool, policy: Policy, **own: str,
+    wait_after: float | None, recount: list[str], directory: Path | None, insecure: bool, policy: Policy, **inputs: str,
 ) -> None:  # fmt: skip
     _needs_flower()
     public = _public_keys(keys)
@@ -216,7 +216,13 @@ def region(
     place = directory or Path(f"region-{key.name}")
     listen = partial(_listening, keys, public, host, port, insecure=insecure)
     with RegionalServer(
-        place, list(public), listen, own=Own(**own), terms=terms, policy=policy, revoked=sorted(_revoked(keys))
+        place,
+        list(public),
+        listen,
+        inputs=LocalInputs(**inputs),
+        terms=terms,
+        policy=policy,
+        revoked=sorted(_revoked(keys)),
     ) as regional:
         _answer(regional, server, key, ca, place, insecure=insecure)
     _leave()
@@ -224,13 +230,13 @@ def region(
 
 def join(
     server: str, *, key: Path, ca: Path | None, directory: Path | None, insecure: bool, policy: Policy,
-    ask: Callable[[str], bool] | None, **own: str,
+    ask: Callable[[str], bool] | None, **inputs: str,
 ) -> None:  # fmt: skip
     _needs_flower()
-    if not own["data"]:
+    if not inputs["data"]:
         say("no --data: this site takes its share of what the run divides, which is for trials")
     place = directory or Path(f"site-{key.name}")
-    site = Site(place, Own(**own), policy, ask)
+    site = Site(place, LocalInputs(**inputs), policy, ask)
     _answer(site, server, key, ca, place, insecure=insecure, most_seconds=policy.most_seconds)
     _leave()
 
@@ -239,7 +245,7 @@ def _answer(
     site: Site | RegionalServer, server: str, key: Path, ca: Path | None, place: Path, *, insecure: bool,
     most_seconds: float = math.inf,
 ) -> None:  # fmt: skip
-    """Answer a server's questions until this process is told to stop."""
+    """Answer a server's requests until this process is stopped."""
     from fedstill.flower.node import serve
 
     _warn(insecure)

@@ -104,7 +104,7 @@ def seed_layers(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-def streams_kept() -> AbstractContextManager[None]:
+def isolated_rng() -> AbstractContextManager[None]:
     """PyTorch's global streams are afterwards what they were before."""
-    kept: AbstractContextManager[None] = torch.random.fork_rng(devices=[] if current() == CPU else [current()])
-    return kept
+    fork: AbstractContextManager[None] = torch.random.fork_rng(devices=[] if current() == CPU else [current()])
+    return fork

@@ -48,7 +48,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str, *, durable: bo
                 os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException as error:
-        with suppress(OSError):  # the first error is the one to tell
+        with suppress(OSError):  # the first error is the one to report
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename == str(temporary):
             error.filename = str(path)  # the temporary name means nothing to anybody

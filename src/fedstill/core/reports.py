@@ -133,10 +133,10 @@ def sentence(received: Any) -> str:
     """
     if isinstance(received, dict) and received.keys() == {"code", "step", "number"}:
         code, step, number = received["code"], received["step"], received["number"]
-        known = isinstance(code, str) and isinstance(step, str) and isinstance(number, str)
-        if known and code in list(Code) and step in list(Step) and _NUMBER.fullmatch(number):
-            told = f"code {code}, step {step}, number {number}"
-            return f"{SENTENCES[Code(code)]} ({told}; details are in the site's own log)"
+        complete = isinstance(code, str) and isinstance(step, str) and isinstance(number, str)
+        if complete and code in list(Code) and step in list(Step) and _NUMBER.fullmatch(number):
+            details = f"code {code}, step {step}, number {number}"
+            return f"{SENTENCES[Code(code)]} ({details}; details are in the site's own log)"
     return "it failed, and its report is not one of the known codes"
 
 

@@ -1,7 +1,7 @@
 """Whether code that a run directory names is run: `resume`, `samples`, `figure` and others run its `file.py`.
 
 Whoever made the directory chose the file. So a directory remembers what each file held when its owner began the run;
-if that has changed, or the directory is somebody else's, whoever reads it is asked first.
+if that has changed, or the directory is somebody else's, its reader has to confirm first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedstill.core.files import read_json, write_json
 
 CODE = "code.json"
 confirm: ContextVar[Callable[[str], bool]] = ContextVar("confirm", default=lambda question: False)
-"""Decides what is asked; nobody's consent is assumed."""
+"""Answers questions about consent; nobody's is assumed."""
 
 
 def files_of(settings: Mapping[str, Any]) -> list[Path]:
@@ -44,14 +44,14 @@ def check(directory: Path, settings: Mapping[str, Any]) -> None:
     files = files_of(settings)
     if not files:
         return
-    known = read_json(directory / CODE) if (directory / CODE).is_file() else {}
+    digests = read_json(directory / CODE) if (directory / CODE).is_file() else {}
     doubts = {}
     for file in files:
         if directory.stat().st_uid != os.getuid():
             doubts[file] = "the directory belongs to another user"
-        elif str(file) not in known:
+        elif str(file) not in digests:
             doubts[file] = "the directory does not say what the file held"
-        elif known[str(file)] != _digest(file):
+        elif digests[str(file)] != _digest(file):
             doubts[file] = "the file has changed, or moved, since the run began"
     if not doubts:
         return

@@ -67,8 +67,8 @@ class Dataset:
 
 def _vocabulary(tokenizer: dict[str, Any]) -> int:
     """The number of tokens of a tokenizer, special ones included."""
-    known = tokenizer["model"]["vocab"]  # names with their numbers; of some models a list
-    numbers = known.values() if isinstance(known, dict) else range(len(known))
+    vocabulary = tokenizer["model"]["vocab"]  # names with their numbers; of some models a list
+    numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
     return 1 + int(max((*numbers, *(added["id"] for added in tokenizer["added_tokens"]))))
 
 

@@ -1,4 +1,4 @@
-"""Who holds what: the clients' training and test samples and the server's pool."""
+"""The data partition: the clients' training and test samples, and the server dataset."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Federation:
     train_offsets: IntArray  # (clients + 1,)
     test_index: IntArray  # into test_split
     test_offsets: IntArray  # (clients + 1,)
-    pool_index: IntArray  # the server's samples, into dataset.train
+    pool_index: IntArray  # the server dataset, into dataset.train
     test_source: Literal["train", "test"] = "train"
     names: tuple[str, ...] = ()  # empty: clients have numbers only
 
@@ -95,7 +95,7 @@ def federate(
 ) -> Federation:
     """Divide the training data of a dataset between a server and its clients.
 
-    In this order: keep `fraction` of each class; cut to a long tail; take the server's `pool` (a number of
+    In this order: keep `fraction` of each class; cut to a long tail; take the server dataset (`pool`, a number of
     samples, or a fraction below 1; classes in proportion); divide the rest by `partition`; split each
     client's samples at random into training and test. A client keeps at least one for training.
 
@@ -112,13 +112,13 @@ def federate(
         raise unknown("local_test", local_test, LOCAL_TESTS)
 
     labels = _labels(dataset.train)
-    kept = np.arange(len(labels))
+    index = np.arange(len(labels))
     if fraction < 1:
-        kept = kept[subsample(labels[kept], fraction, numpy_rng(seed, "fraction"))]
+        index = index[subsample(labels[index], fraction, numpy_rng(seed, "fraction"))]
     if imbalance_factor > 1:
-        kept = kept[long_tail(labels[kept], imbalance_factor, numpy_rng(seed, "long tail"))]
-    in_pool = _take_pool(labels[kept], pool, numpy_rng(seed, "pool"))
-    pool_index, kept = kept[in_pool], kept[~in_pool]
+        index = index[long_tail(labels[index], imbalance_factor, numpy_rng(seed, "long tail"))]
+    in_pool = _take_pool(labels[index], pool, numpy_rng(seed, "pool"))
+    pool_index, index = index[in_pool], index[~in_pool]
 
     if partition == "natural":
         if dataset.train.client is None:
@@ -126,24 +126,24 @@ def federate(
                 f"dataset {dataset.name!r} does not say who owns a sample, so partition=natural cannot be "
                 f"used; choose one of {', '.join(n for n in partitions.names() if n != 'natural')}"
             )
-        settings["owner"] = dataset.train.client.numpy()[kept]
+        settings["owner"] = dataset.train.client.numpy()[index]
     settings |= {"alpha": alpha, "samples_per_client": samples_per_client}
-    owner = partitions.partition(partition, labels[kept], clients, numpy_rng(seed, "partition"), **settings)
+    owner = partitions.partition(partition, labels[index], clients, numpy_rng(seed, "partition"), **settings)
     count = int(clients) or int(owner.max()) + 1
 
-    is_test = np.zeros(len(kept), bool)
+    is_test = np.zeros(len(index), bool)
     if local_test == "split":
         is_test = _is_test(owner, count, test_fraction, numpy_rng(seed, "local test"))
-    train_index, train_offsets = _compress(kept[~is_test], owner[~is_test], count)
+    train_index, train_offsets = _compress(index[~is_test], owner[~is_test], count)
     if local_test == "split":
-        test_index, test_offsets = _compress(kept[is_test], owner[is_test], count)
+        test_index, test_offsets = _compress(index[is_test], owner[is_test], count)
     else:
-        held = _pair_counts(owner[owner >= 0], labels[kept[owner >= 0]], count, len(dataset.classes))
+        class_counts = _pair_counts(owner[owner >= 0], labels[index[owner >= 0]], count, len(dataset.classes))
         rng, test_labels = numpy_rng(seed, "local test"), _labels(dataset.test)
         if local_test == "matched":
-            test_index, test_offsets = _matched(held, test_labels, test_fraction, rng)
+            test_index, test_offsets = _matched(class_counts, test_labels, test_fraction, rng)
         else:
-            test_index, test_offsets = _shared(held, test_labels, rng)
+            test_index, test_offsets = _shared(class_counts, test_labels, rng)
 
     client_names: tuple[str, ...] = ()
     if partition == "natural" and dataset.client_names and dataset.train.client is not None:
@@ -176,7 +176,7 @@ def from_clients(
 ) -> Federation:
     """A federation of clients given as (samples, labels) each, with an optional global test set.
 
-    `pool` are samples that the server holds itself.
+    `pool` is the server dataset.
 
     >>> x, y = np.zeros((10, 4), np.float32), np.arange(10) % 2
     >>> from_clients([(x, y), (x[:5], y[:5])]).sizes.tolist()
@@ -277,24 +277,24 @@ def _apportion(weights: IntArray, total: IntArray) -> IntArray:
 
 
 def _matched(
-    held: IntArray, test_labels: IntArray, test_fraction: float, rng: np.random.Generator
+    class_counts: IntArray, test_labels: IntArray, test_fraction: float, rng: np.random.Generator
 ) -> tuple[IntArray, IntArray]:
     """Test samples for each client in the class proportions of what it holds, (clients, classes)."""
-    available = np.bincount(test_labels, minlength=held.shape[1])
-    sizes = held.sum(axis=1)
+    available = np.bincount(test_labels, minlength=class_counts.shape[1])
+    sizes = class_counts.sum(axis=1)
     total = np.rint(test_fraction * sizes).astype(np.int64)
     if test_fraction:
         total = np.maximum(total, np.minimum(sizes, 1))
-    wanted = np.minimum(_apportion(held, total), available)
+    wanted = np.minimum(_apportion(class_counts, total), available)
     begin = rng.integers(0, np.broadcast_to(np.maximum(available, 1), wanted.shape))
     return _stretches(wanted, begin, test_labels, rng)
 
 
-def _shared(held: IntArray, test_labels: IntArray, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
+def _shared(class_counts: IntArray, test_labels: IntArray, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
     """For each client 1/K of the test samples of every class that it holds (FedGen), nobody else's."""
-    share = np.bincount(test_labels, minlength=held.shape[1]) // len(held)
-    begin = np.arange(len(held))[:, None] * share
-    return _stretches(np.where(held > 0, share, 0), begin, test_labels, rng)
+    share = np.bincount(test_labels, minlength=class_counts.shape[1]) // len(class_counts)
+    begin = np.arange(len(class_counts))[:, None] * share
+    return _stretches(np.where(class_counts > 0, share, 0), begin, test_labels, rng)
 
 
 def _stretches(

@@ -59,10 +59,10 @@ def partition(name: str, labels: npt.ArrayLike, clients: int, rng: Generator, **
     [2, 2]
     """
     own = defaults(name)
-    known = {setting for scheme in _SCHEMES for setting in defaults(scheme)}
+    allowed = {setting for scheme in _SCHEMES for setting in defaults(scheme)}
     for setting, value in settings.items():
-        if setting not in known:
-            raise unknown("partition setting", setting, known)
+        if setting not in allowed:
+            raise unknown("partition setting", setting, allowed)
         if setting in own:
             check_setting(setting, value)
     check_setting("clients", clients, least=0 if name == "natural" else 1)
@@ -348,21 +348,21 @@ def _dir_client_prior(
     _check_enough(int(sizes.sum()), clients, min_size)
     if size_sigma:
         sizes = _level(_cut(_shares(rng.normal(0, size_sigma, clients)), int(sizes.sum())), min_size)
-    pool = np.bincount(labels)
-    prior = _log_gammas(alpha, (clients, len(pool)), rng)
-    counts = np.zeros((len(pool), clients), np.int64)
+    available = np.bincount(labels)
+    prior = _log_gammas(alpha, (clients, len(available)), rng)
+    counts = np.zeros((len(available), clients), np.int64)
     lacking = sizes
     # A pass that leaves somebody lacking has emptied a class, so there are at most C passes.
     while lacking.any():
-        left = np.flatnonzero(pool)
-        asked = np.zeros_like(counts)
-        asked[left] = rng.multinomial(lacking, _shares(prior[:, left])).T
-        for c in np.flatnonzero(asked.sum(axis=1) > pool):
-            lucky = rng.permutation(np.repeat(np.arange(clients), asked[c]))[: pool[c]]
-            asked[c] = np.bincount(lucky, minlength=clients)
-        counts += asked
-        pool = pool - asked.sum(axis=1)
-        lacking = lacking - asked.sum(axis=0)
+        left = np.flatnonzero(available)
+        requested = np.zeros_like(counts)
+        requested[left] = rng.multinomial(lacking, _shares(prior[:, left])).T
+        for c in np.flatnonzero(requested.sum(axis=1) > available):
+            lucky = rng.permutation(np.repeat(np.arange(clients), requested[c]))[: available[c]]
+            requested[c] = np.bincount(lucky, minlength=clients)
+        counts += requested
+        available = available - requested.sum(axis=1)
+        lacking = lacking - requested.sum(axis=0)
     return _deal_counts(labels, counts, rng)
 
 

@@ -170,8 +170,8 @@ def _load_text(name: str, folder: Path, settings: TextSettings, progress: Progre
         found, texts, test_texts = read().divided(name)
         made = tokenizer or tokens.trained(texts, settings.vocabulary)  # which thus knows no word of a test
         train, test = (
-            replace(part, x=tokens.encode(made, said, settings.max_length))
-            for part, said in ((found.train, texts), (found.test, test_texts))
+            replace(part, x=tokens.encode(made, part_texts, settings.max_length))
+            for part, part_texts in ((found.train, texts), (found.test, test_texts))
         )
         return replace(found, train=train, test=test, tokenizer=made)
 

@@ -105,9 +105,9 @@ def _from_hub(name: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in short."""
-    said = str(error).strip()
-    return said.splitlines()[0] if said else type(error).__name__
+    """The first line of an error's text."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def same_vocabulary(one: str, other: str) -> bool:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from fedstill.core.errors import DataError
 from fedstill.core.owner import private_folder
 from fedstill.core.reports import cleaned
 from fedstill.core.tree import Tree
+from fedstill.deployment.protocol import SiteLink
 
 SENT = "audit.jsonl"  # in a site's folder
 _TAIL = 1 << 20  # bytes at a file's end among which its last line is
@@ -106,7 +107,7 @@ def digest(body: Tree) -> dict[str, Any]:
 
 
 def request_kind(request: Tree) -> dict[str, Any]:
-    """What was asked for: `Train` in which round, or only how much a site holds."""
+    """The kind of a request: `Train` in which round, or `Join` for the numbers of samples alone."""
     body = request.get("request") if isinstance(request, dict) else None
     if not isinstance(body, dict):
         return {"request": "Join"}
@@ -114,30 +115,20 @@ def request_kind(request: Tree) -> dict[str, Any]:
     return {"request": cleaned(body.get("kind"), 20)} | ({"round": number} if isinstance(number, int) else {})
 
 
-def sent(asked: Tree, answer: Tree, kinds: Mapping[str, str]) -> dict[str, Any]:
-    """What a site's audit log says of an answer: to what, what it consists of, how much, and its digest."""
-    run = asked.get("run") if isinstance(asked, dict) else None
+def answer_entry(message: Tree, answer: Tree, kinds: Mapping[str, str]) -> dict[str, Any]:
+    """A line of a site's audit log about an answer: the request, what it consists of, how much, and its digest."""
+    run = message.get("run") if isinstance(message, dict) else None
     number = run.get("number") if isinstance(run, dict) else None
-    about = {"run": cleaned(number, 16), **request_kind(asked)}
+    about = {"run": cleaned(number, 16), **request_kind(message)}
     if "error" in answer:
         return {**about, "error": answer["error"]}
     return {**about, **contents(answer["body"], kinds), **digest(answer["body"])}
 
 
-class Link(Protocol):
-    """What is recorded; `fedstill.deployment.server.Link` says more."""
-
-    def present(self) -> set[str]: ...
-
-    def ask(
-        self, requests: Mapping[str, Tree], *, timeout: float, name: str | None = None
-    ) -> Iterator[tuple[str, Any]]: ...
-
-
-class Recorded:
+class RecordedLink:
     """A link whose answers are recorded as they arrive."""
 
-    def __init__(self, link: Link, path: Path) -> None:
+    def __init__(self, link: SiteLink, path: Path) -> None:
         self._link, self._log = link, AuditLog(path, durable=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -146,13 +137,13 @@ class Recorded:
     def present(self) -> set[str]:
         return self._link.present()
 
-    def ask(
+    def send_requests(
         self, requests: Mapping[str, Tree], *, timeout: float, name: str | None = None, **more: Any
     ) -> Iterator[tuple[str, Any]]:
-        asked = dict(requests)
-        return self._recorded(asked, self._link.ask(requests, timeout=timeout, name=name, **more))
+        answers = self._link.send_requests(requests, timeout=timeout, name=name, **more)
+        return self._record(dict(requests), answers)
 
-    def _recorded(self, requests: dict[str, Tree], answers: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    def _record(self, requests: dict[str, Tree], answers: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         try:
             for site, answer in answers:
                 about = {"site": site, **request_kind(requests.get(site))}

@@ -14,7 +14,8 @@ from fedstill.running.uplinks import Checked
 
 _MOST = 1e15  # of bytes, or anything else that a region counts
 
-TOTALS = ("clients", "bytes_down", "bytes_up", "dropped")  # of an episode's rounds; a region tells them with its model
+# Of an episode's rounds; a region reports them with its model.
+TOTALS = ("clients", "bytes_down", "bytes_up", "dropped")
 
 
 class EpisodeLoop(RoundLoop):
@@ -30,18 +31,18 @@ class EpisodeLoop(RoundLoop):
 
     def train_regions(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         self.server.round = round_
-        if engine.greet():
+        if engine.poll_newcomers():
             self.count_samples()
         sizes, absent = self.setup.federation.sizes, engine.absent()
-        known = [region for region in self.setup.hierarchy.regions if sizes[region.clients].any()]
-        there = [region for region in known if not absent.issuperset(region.clients.tolist())]
-        asked = there or known  # who is waited for if nobody is there
-        self.listener.round_started(round_, len(asked))
+        with_data = [region for region in self.setup.hierarchy.regions if sizes[region.clients].any()]
+        there = [region for region in with_data if not absent.issuperset(region.clients.tolist())]
+        chosen = there or with_data  # who is waited for if nobody is there
+        self.listener.round_started(round_, len(chosen))
         down = {"model": self.server.model}
         answers = Checked(
-            [region.number for region in asked],
+            [region.number for region in chosen],
             engine.run(
-                [Train(int(region.clients[0]), round_, measure, region.number) for region in asked],
+                [Train(int(region.clients[0]), round_, measure, region.number) for region in chosen],
                 down,
             ),
             {"model": Part((self.setup.task.size,), "the region's model")},
@@ -50,13 +51,13 @@ class EpisodeLoop(RoundLoop):
             who="region",
             judge=self.judge(engine, down, "regions"),
         )
-        self._come = {answer.client: answer["model"] for answer in answers}
+        self._regional_models = {answer.client: answer["model"] for answer in answers}
         tally = Tally()
         for name in TOTALS:
             setattr(tally, name, sum(int(min(max(n, 0.0), _MOST)) for n in answers.metrics.pop(name, [])))
         tally.metrics = answers.metrics
-        tally.left_out = [region.name for region in asked if region.number not in self._come]
-        return tally, [region for region in asked if region.number in self._come]
+        tally.left_out = [region.name for region in chosen if region.number not in self._regional_models]
+        return tally, [region for region in chosen if region.number in self._regional_models]
 
     def regional_model(self, region: Region) -> Tensor:
-        return self._come[region.number]
+        return self._regional_models[region.number]

@@ -74,8 +74,8 @@ def read(path: Path | None, **given: Any) -> Policy:
         raise SettingError(f"{path or 'policy'}: {registry.explain(error)}") from error
     for name in policy.allow:
         for part in [] if custom.is_reference(name) else name.split("+"):
-            if part not in (known := [*registry.names(), *registry.modifiers()]):
-                raise unknown("method", part, known)
+            if part not in (methods := [*registry.names(), *registry.modifiers()]):
+                raise unknown("method", part, methods)
     return policy
 
 
@@ -190,7 +190,9 @@ class Consent:
         if not unnamed:
             return
         beyond = "; ".join(f"{kind} ({MEANING[kind]})" for kind in sorted(sent - {Kind.WEIGHTS}))
-        answer = self._asked((number, name), f"a server wants to run {name}, which sends beside weights: {beyond}")
+        answer = self._owner_answer(
+            (number, name), f"a server wants to run {name}, which sends beside weights: {beyond}"
+        )
         if answer:
             return
         flags = " ".join(f"--allow {part}" for part in unnamed)
@@ -200,17 +202,19 @@ class Consent:
             "policy",
         )
 
-    def _asked(self, about: tuple[str, str], question: str) -> bool | None:
+    def _owner_answer(self, about: tuple[str, str], question: str) -> bool | None:
         """The owner's answer; None: there is none yet. A server does not wait as long as a person may take."""
         if self._ask is None:
             return False
         if about not in self._answers:
             self._answers[about] = None
-            put = threading.Thread(target=self._put, args=(about, question, self._ask), name="consent", daemon=True)
-            put.start()
+            thread = threading.Thread(
+                target=self._ask_owner, args=(about, question, self._ask), name="consent", daemon=True
+            )
+            thread.start()
         return self._answers[about]
 
-    def _put(self, about: tuple[str, str], question: str, ask: Callable[[str], bool]) -> None:
+    def _ask_owner(self, about: tuple[str, str], question: str, ask: Callable[[str], bool]) -> None:
         self._answers[about] = ask(question)
 
 
@@ -229,8 +233,8 @@ def check_message(message: Any, declared: Mapping[str, Part], deny: Sequence[Kin
         raise Refusal(Code.NOT_ALLOWED, "the method sends what this site's policy denies")
 
 
-class Spent:
-    """What a site has done for one run, on disk: a restart does not begin anew."""
+class Usage:
+    """How much a site has worked for one run, on disk: a restart does not begin anew."""
 
     def __init__(self, folder: Path, policy: Policy) -> None:
         self._path, self._policy = folder / "spent.json", policy

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -27,12 +27,14 @@ from fedstill.data import download
 from fedstill.data.dataset import Dataset, Split
 from fedstill.data.federation import Federation
 from fedstill.deployment import policy as policies
-from fedstill.deployment.audit import SENT, AuditLog, Recorded, sent
+from fedstill.deployment.audit import SENT, AuditLog, RecordedLink, answer_entry
 from fedstill.deployment.episodes import TOTALS
 from fedstill.deployment.policy import Policy
-from fedstill.deployment.server import Link, Roll, Sites, Terms
-from fedstill.deployment.site import Own, check_tokenizer, run_number
-from fedstill.engine.worker import Score, Train, made
+from fedstill.deployment.protocol import RunInfo, SiteLink, run_number
+from fedstill.deployment.registry import SiteRegistry
+from fedstill.deployment.server import SiteEngine, Terms
+from fedstill.deployment.site import LocalInputs, check_tokenizer
+from fedstill.engine.worker import Score, Train, request_from
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.methods.kinds import Kind
@@ -46,7 +48,7 @@ from fedstill.running.uplinks import TooFewClients
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = 20.0  # seconds for which a region waits for its sites before it says how much they hold
+_NEWCOMERS_TIMEOUT = 20.0  # seconds for which a region waits for its sites before it reports their numbers of samples
 _MARGIN = 0.9  # the share of the time for an episode that its rounds may take
 
 
@@ -57,7 +59,7 @@ class RegionalLoop(RoundLoop):
     a loop of its own, around the same `train_round`.
     """
 
-    def episode(self, sites: Sites, model: Tensor, last: int, *, measure: bool, seconds: float) -> Tree:
+    def episode(self, sites: SiteEngine, model: Tensor, last: int, *, measure: bool, seconds: float) -> Tree:
         """The rounds up to the `last` of an episode, which begins with the global `model`; or the rest of them.
 
         Of the `seconds` that there are, no site can take more than its round's share.
@@ -71,7 +73,7 @@ class RegionalLoop(RoundLoop):
         self.count_samples()
         for round_ in range(self.server.round + 1, last + 1):
             began = time.perf_counter()
-            sites.patience = (end - time.monotonic()) / (last + 1 - round_)
+            sites.request_timeout = (end - time.monotonic()) / (last + 1 - round_)
             tally, _ = self.train_round(sites, round_, measure=measure and round_ == last)
             if not torch.isfinite(self.server.model).all():
                 raise FedstillError(f"round {round_}: the region's model is no longer finite; a smaller lr may help")
@@ -118,9 +120,9 @@ class RegionalServer:
         self,
         directory: Path,
         names: Sequence[str],
-        connect: Callable[[int], AbstractContextManager[Link]],
+        connect: Callable[[int], AbstractContextManager[SiteLink]],
         *,
-        own: Own,
+        inputs: LocalInputs,
         terms: Terms,
         listener: Listener | None = None,
         revoked: Sequence[str] = (),
@@ -131,13 +133,13 @@ class RegionalServer:
         `revoked` ones may belong to a run that goes on without them.
         """
         self.directory, self._names, self._revoked = directory, sorted(names), sorted(revoked)
-        self.own, self.terms, self.listener = own, terms, listener
+        self.inputs, self.terms, self.listener = inputs, terms, listener
         self.policy = policy or Policy()
         self._connect = connect
         self._audit = AuditLog(directory / SENT)
-        self._link: tuple[int, Link] | None = None
+        self._link: tuple[int, SiteLink] | None = None
         self._linked = ExitStack()
-        self._attended: _Attended | None = None
+        self._current: _RegionRun | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -146,37 +148,37 @@ class RegionalServer:
         self._forget()
         self._linked.close()
 
-    def handle(self, asked: Tree) -> Tree:
-        body, down = asked["request"], asked["down"]
+    def handle(self, message: Tree) -> Tree:
+        body, down = message["request"], message["down"]
         try:
-            run = self._attend(asked["run"])
+            run = self._open_run(message["run"])
             if body is None:
-                return run.held()
-            request = made(body)
+                return run.sample_counts()
+            request = request_from(body)
             with one_thread():
                 if isinstance(request, Score):
-                    return run.scored(down)
+                    return run.evaluate(down)
                 if isinstance(request, Train):
-                    return run.trained(down["model"], request, asked["seconds"])
+                    return run.train(down["model"], request, message["seconds"])
             raise SettingError(f"a region does not pass {type(request).__name__} on")
         except BaseException as error:
-            if self._attended is not None:
-                self._attended.rounds = None  # one that was cut short leaves no trace: it is read from its directory
+            if self._current is not None:
+                self._current.rounds = None  # one that was cut short leaves no trace: it is read from its directory
             if isinstance(error, TooFewClients):
                 raise Refusal(Code.TOO_FEW_SITES, str(error)) from error
             raise
 
-    def record(self, asked: Tree, answer: Tree) -> None:
+    def record(self, message: Tree, answer: Tree) -> None:
         """Write down what is about to be sent, in the region's audit log."""
-        self._audit.append(**sent(asked, answer, {"model": Kind.WEIGHTS}))
+        self._audit.append(**answer_entry(message, answer, {"model": Kind.WEIGHTS}))
 
-    def _attend(self, told: dict[str, Any]) -> _Attended:
-        """Turn to the run that a question is about."""
-        if self._attended is None or self._attended.told["number"] != told["number"]:
+    def _open_run(self, run_info: RunInfo) -> _RegionRun:
+        """The run that a request is about."""
+        if self._current is None or self._current.run_info["number"] != run_info["number"]:
             self._forget()
-            self._attended = _Attended(self, told)
-        self._attended.told = told
-        return self._attended
+            self._current = _RegionRun(self, run_info)
+        self._current.run_info = run_info
+        return self._current
 
     def names(self, count: int) -> list[str]:
         """The `count` sites of a run, in the order of their clients."""
@@ -185,11 +187,11 @@ class RegionalServer:
 
     def _forget(self) -> None:
         """Let go of the run, which can go on from its directory."""
-        if self._attended is not None:
-            self._attended.close()
-            self._attended = None
+        if self._current is not None:
+            self._current.close()
+            self._current = None
 
-    def link(self, most_bytes: int) -> Link:
+    def link(self, most_bytes: int) -> SiteLink:
         """The connection to the sites; a new one if answers may be larger than before."""
         if self._link is None or self._link[0] < most_bytes:
             self._linked.close()
@@ -197,21 +199,21 @@ class RegionalServer:
         return self._link[1]
 
 
-class _Attended:
-    """A region's part in one run: its sites, and its rounds once the first episode is asked for."""
+class _RegionRun:
+    """A region's part in one run: its sites, and its rounds once the first episode is requested."""
 
-    def __init__(self, server: RegionalServer, told: dict[str, Any]) -> None:
-        self.told, self._server = told, server
+    def __init__(self, server: RegionalServer, run_info: RunInfo) -> None:
+        self.run_info, self._server = run_info, server
         with during(Step.SETTINGS):
-            config = server.own.config(policies.check_text(told["config"]))
+            config = server.inputs.config(policies.check_text(run_info["config"]))
             policies.check_settings(server.policy, config)
-            policies.check_run(server.policy, told)
-            if told["tokenizer"]:
-                check_tokenizer(told["tokenizer"])
+            policies.check_run(server.policy, run_info)
+            if run_info["tokenizer"]:
+                check_tokenizer(run_info["tokenizer"])
         if config.flat:
             raise SettingError("the server's run has no regions; sites join it with 'fedstill join'")
         everywhere = assign(config, config.clients)
-        self._number = next(n for n, members in enumerate(everywhere) if told["client"] in members)
+        self._number = next(n for n, members in enumerate(everywhere) if run_info["client"] in members)
         self._members = np.sort(everywhere[self._number])
         names = server.names(len(self._members))
         if len(self._members) != len(names):
@@ -219,27 +221,29 @@ class _Attended:
                 Code.SITES_MISCOUNTED,
                 f"the region has {len(self._members)} clients in the settings, and keys of {len(names)} here",
             )
-        self._own = config.each_region()[self._number]
+        self._table = config.each_region()[self._number]
         self._whole = registry.make(config.method, config.hyper)
-        self._method = regional_method(self._own, config, self._whole)
-        own = bool(server.own.data) or server.policy.download
-        with during(Step.LOAD), nullcontext() if own else download.refused():
-            self._config, holds = _held_here(config, self._method, told)
-        policies.check_network(server.policy, self._config, holds.dataset, self._whole)
-        place = server.directory / "runs" / run_number(told)
-        self._link: Link = Recorded(server.link(largest_answer(self._config, holds)), place / files.RECEIVED)
-        clients = {name: np.array([k]) for name, k in zip(names, self._members, strict=True)}
-        self._roll = Roll(
-            clients,
-            holds.dataset,
-            holds,
-            self._tell,
-            of=config.clients,
-            max_share=config.max_share,
-            kept=place / files.COUNTS,
+        self._method = regional_method(self._table, config, self._whole)
+        may_download = bool(server.inputs.data) or server.policy.download
+        with during(Step.LOAD), nullcontext() if may_download else download.refused():
+            self._config, federation = _server_data(config, self._method, run_info)
+        policies.check_network(server.policy, self._config, federation.dataset, self._whole)
+        place = server.directory / "runs" / run_number(run_info)
+        self._link: SiteLink = RecordedLink(
+            server.link(largest_answer(self._config, federation)), place / files.RECEIVED
         )
-        self._roll.counts.forget(server.terms.recount)
-        self._sites = Sites(None, self._link, self._roll, server.terms, least=config.min_clients)
+        clients = {name: np.array([k]) for name, k in zip(names, self._members, strict=True)}
+        self._registry = SiteRegistry(
+            clients,
+            federation.dataset,
+            federation,
+            self._info_for_sites,
+            total=config.clients,
+            max_share=config.max_share,
+            path=place / files.COUNTS,
+        )
+        self._registry.counts.forget(server.terms.recount)
+        self._sites = SiteEngine(None, self._link, self._registry, server.terms, least=config.min_clients)
         self.rounds: RegionalLoop | None = None
         with ExitStack() as opened:
             begun = (place / files.CONFIG).is_file()
@@ -252,39 +256,40 @@ class _Attended:
     def close(self) -> None:
         self._opened.close()
 
-    def held(self) -> Tree:
-        """How much the sites hold; those that are not there yet: nothing."""
+    def sample_counts(self) -> Tree:
+        """The numbers of samples of the sites; 0 of those that are not there yet."""
         # A run that has begun goes on with whoever is there; the others are let in before the next round. But when this
         # process is new, sites have yet to come back.
         needed = 1 if self._directory.oldest_checkpoint() else self._server.terms.needed
-        met, count = self._roll.known >= needed, len(self._members)
-        until = time.monotonic() + _PATIENCE
+        enough, count = self._registry.reported_sites >= needed, len(self._members)
+        until = time.monotonic() + _NEWCOMERS_TIMEOUT
         while True:
-            self._roll.call(self._link, timeout=min(_PATIENCE, self._server.terms.timeout))
-            if met or self._roll.known == count or time.monotonic() > until:
+            self._registry.poll(self._link, timeout=min(_NEWCOMERS_TIMEOUT, self._server.terms.timeout))
+            if enough or self._registry.reported_sites == count or time.monotonic() > until:
                 break
             time.sleep(0.2)
-        if self._roll.known < needed:
+        if self._registry.reported_sites < needed:
             raise Refusal(
-                Code.TOO_FEW_SITES, f"only {self._roll.known} of {count} sites are there, {needed} are needed"
+                Code.TOO_FEW_SITES,
+                f"only {self._registry.reported_sites} of {count} sites are there, {needed} are needed",
             )
-        federation = self._roll.federation
+        federation = self._registry.federation
         sizes, tests = federation.sizes[self._members], federation.test_sizes[self._members]
         return {"samples": sizes.tolist(), "tests": tests.tolist()}
 
-    def scored(self, down: Message) -> Tree:
+    def evaluate(self, down: Message) -> Tree:
         """How often a model is right on each site's own tests."""
-        if not self._roll.known:
-            self.held()
+        if not self._registry.reported_sites:
+            self.sample_counts()
         hits = self._sites.hits(down)
         return {"hits": [hits.get(client, -1) for client in self._members.tolist()]}
 
-    def trained(self, model: Tensor, request: Train, seconds: float) -> Tree:
+    def train(self, model: Tensor, request: Train, seconds: float) -> Tree:
         """An episode of the region."""
         if self.rounds is None:
-            self.held()
+            self.sample_counts()
             self.rounds = RegionalLoop(self._setup(), self._directory, self._server.listener)
-        rollbacks, path = self.told.get(ROLLBACKS, []), self._directory.path / files.SERVED
+        rollbacks, path = self.run_info.get(ROLLBACKS, []), self._directory.path / files.SERVED
         if (back := unseen(rollbacks, path)) is not None:
             if self.rounds.server.round > back:
                 self.rounds.go_back(back)
@@ -293,31 +298,31 @@ class _Attended:
 
     def _is_global(self, round_: int) -> bool:
         """Whether the global server may come back to the end of this round."""
-        return round_ % self._config.rounds_per_episode == 0 and round_ >= int(self.told["checkpoint"])
+        return round_ % self._config.rounds_per_episode == 0 and round_ >= int(self.run_info["checkpoint"])
 
-    def _tell(self) -> dict[str, Any]:
-        """What the sites are told about the run: what the global server tells, but that checkpoints are made here."""
-        return {**self.told, "checkpoint": self._directory.oldest_checkpoint()}
+    def _info_for_sites(self) -> RunInfo:
+        """The run info for the sites: that of the global server, except that checkpoints are made here."""
+        return {**self.run_info, "checkpoint": self._directory.oldest_checkpoint()}
 
     def _setup(self) -> Setup:
-        config, federation = self._config, self._roll.federation
-        settings = config.model_copy(update=self._own.of_its_own())
-        local = replace(local_training(settings, federation), steps_per_epoch=self.told["steps"][self._number])
+        config, federation = self._config, self._registry.federation
+        settings = config.model_copy(update=self._table.of_its_own())
+        local = replace(local_training(settings, federation), steps_per_epoch=self.run_info["steps"][self._number])
         task = make_task(config, federation, self._whole).trained_as(local)
-        name = self._own.name or f"region {self._number + 1}"
+        name = self._table.name or f"region {self._number + 1}"
         region = Region(self._number, name, self._members, self._method, task, settings.participation)
         return Setup(config, task, federation, self._method, Hierarchy((region,)), Attack())
 
 
-def _held_here(config: Config, method: Method, told: dict[str, Any]) -> tuple[Config, Federation]:
-    """What a regional server itself holds: what its method needs; otherwise samples in name only."""
+def _server_data(config: Config, method: Method, run_info: RunInfo) -> tuple[Config, Federation]:
+    """The dataset of a regional server itself, if its method needs one; otherwise samples in name only."""
     needs = method.needs()
     if needs.server_labels or needs.proxy_data:
         dataset = load_data(config)
     else:
         config = config.model_copy(update={"proxy": "", "pool": 0.0})
-        kind = torch.int32 if told["tokenizer"] else torch.float32
-        nothing = Split(torch.zeros(2, *told["shape"], dtype=kind), torch.zeros(2, dtype=torch.int64))
-        known = (tuple(told[name]) for name in ("classes", "mean", "std"))
-        dataset = Dataset("", nothing, nothing, *known, tokenizer=told["tokenizer"])
+        kind = torch.int32 if run_info["tokenizer"] else torch.float32
+        nothing = Split(torch.zeros(2, *run_info["shape"], dtype=kind), torch.zeros(2, dtype=torch.int64))
+        description = (tuple(run_info[name]) for name in ("classes", "mean", "std"))
+        dataset = Dataset("", nothing, nothing, *description, tokenizer=run_info["tokenizer"])
     return config, undivided(config, dataset)

@@ -19,7 +19,7 @@ _HALF = 0.5
 
 def capped(counts: IntArray, max_share: float) -> IntArray:
     """The counts, none of them more than a share of their sum. 0: by how many there are, 0.75 of three, 0.6 of four,
-    half of more, for a few that are honest may well be that uneven; of two, neither can be told to be too large.
+    half of more, for a few that are honest may well be that uneven; of two, neither can be called too large.
 
     >>> capped(np.array([100, 100, 100, 100, 10**8]), 0).tolist()
     [100, 100, 100, 100, 400]
@@ -43,51 +43,51 @@ def capped(counts: IntArray, max_share: float) -> IntArray:
 
 
 class Counts:
-    """What each site holds, by its own word when it joined; kept in a file, so that a restart changes nothing."""
+    """How many samples each site reported when it joined; saved in a file, so that a restart changes nothing."""
 
-    def __init__(self, clients: Mapping[str, IntArray], of: int, max_share: float, path: Path | None) -> None:
-        """`clients` are those of each site, among `of` in all."""
-        self._clients, self._of, self._max_share, self._path = clients, of, max_share, path
-        kept: dict[str, Any] = read_sealed_json(path) if path and path.exists() else {}
-        self._held: dict[str, tuple[list[int], list[int]]] = {
-            name: (samples, tests) for name, (samples, tests) in kept.items() if name in clients
+    def __init__(self, clients: Mapping[str, IntArray], total: int, max_share: float, path: Path | None) -> None:
+        """`clients` are those of each site, among the `total` of all."""
+        self._clients, self._total, self._max_share, self._path = clients, total, max_share, path
+        saved: dict[str, Any] = read_sealed_json(path) if path and path.exists() else {}
+        self._claims: dict[str, tuple[list[int], list[int]]] = {
+            name: (samples, tests) for name, (samples, tests) in saved.items() if name in clients
         }
         self._warned = set[str]()
 
     def forget(self, names: Iterable[str]) -> None:
-        """Let these sites say anew how much they hold."""
+        """Let these sites report anew how many samples they have."""
         for name in names:
-            self._held.pop(name, None)
+            self._claims.pop(name, None)
 
     def settle(self, name: str, samples: list[int], tests: list[int], *, growing: bool) -> str:
-        """Take down what a site says, unless it claimed otherwise before: then, what is wrong with that.
+        """Save the numbers that a site reports, unless it claimed otherwise before: then, what is wrong with that.
 
         `growing`: clients of whom nothing was known may come to it, as to a region.
         """
         claimed = list(zip(samples, tests, strict=True))
-        before = list(zip(*self._held[name], strict=True)) if name in self._held else claimed
+        before = list(zip(*self._claims[name], strict=True)) if name in self._claims else claimed
         nothing = (0, 0)  # of a client that is not there, or not yet
         settled = [new if growing and old == nothing else old for old, new in zip(before, claimed, strict=True)]
-        self._held[name] = [n for n, _ in settled], [n for _, n in settled]
+        self._claims[name] = [n for n, _ in settled], [n for _, n in settled]
         if self._path:
-            write_sealed_json(self._path, self._held)
+            write_sealed_json(self._path, self._claims)
         if all(new == old or (growing and new == nothing) for old, new in zip(settled, claimed, strict=True)):
             return ""
         return f"it had {_text(settled)} when it joined, and has {_text(claimed)} now"
 
     def samples(self, name: str) -> int:
-        """How many a site says that it trains on."""
-        return sum(self._held[name][0])
+        """How many samples a site claims to train on."""
+        return sum(self._claims[name][0])
 
-    def of_sites(self, known: Iterable[str], what: Literal["samples", "tests"]) -> tuple[IntArray, IntArray]:
-        """Training samples or tests of every client: as they count, and as the sites say."""
-        claimed, place = np.zeros(self._of, np.int64), ("samples", "tests").index(what)
-        for name, held in self._held.items():
-            claimed[self._clients[name]] = held[place]
-        count, there = capped(claimed, self._max_share), np.zeros(self._of, bool)
-        for name in known:
+    def of_sites(self, present: Iterable[str], what: Literal["samples", "tests"]) -> tuple[IntArray, IntArray]:
+        """Training samples or tests of every client: as they count, and as the sites claim."""
+        claimed, place = np.zeros(self._total, np.int64), ("samples", "tests").index(what)
+        for name, claim in self._claims.items():
+            claimed[self._clients[name]] = claim[place]
+        count, there = capped(claimed, self._max_share), np.zeros(self._total, bool)
+        for name in present:
             there[self._clients[name]] = True
-        for name in sorted(self._held.keys() - self._warned):
+        for name in sorted(self._claims.keys() - self._warned):
             who = self._clients[name]
             if (count[who] < claimed[who]).any():
                 self._warned.add(name)
@@ -99,5 +99,5 @@ class Counts:
         return count * there, claimed * there
 
 
-def _text(held: list[tuple[int, int]]) -> str:
-    return f"{sum(n for n, _ in held)} samples and {sum(n for _, n in held)} tests"
+def _text(claims: list[tuple[int, int]]) -> str:
+    return f"{sum(n for n, _ in claims)} samples and {sum(n for _, n in claims)} tests"

@@ -1,4 +1,4 @@
-"""A site's end: answers what a server asks, from data that stay here.
+"""A site's end: answers a server's requests, from data that stay here.
 
 A server's settings are another's words: no file, folder or address in them is opened, run or fetched, numbers are held
 against the site's limits, and what is sent back is what its policy allows. docs/security.md goes through all of them.
@@ -6,7 +6,6 @@ against the site's limits, and what is sent back is what its policy allows. docs
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,9 +29,10 @@ from fedstill.data import download, sources, tokens
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation
 from fedstill.deployment import policy as policies
-from fedstill.deployment.audit import SENT, AuditLog, sent
-from fedstill.deployment.policy import Consent, Policy, Spent
-from fedstill.engine.worker import Conclude, Request, Score, Train, Worker, made
+from fedstill.deployment.audit import SENT, AuditLog, answer_entry
+from fedstill.deployment.policy import Consent, Policy, Usage
+from fedstill.deployment.protocol import RunInfo, run_number
+from fedstill.engine.worker import FinalExchange, Request, Score, Train, Worker, request_from
 from fedstill.methods import registry
 from fedstill.methods.base import Method, misfit
 from fedstill.methods.kinds import Kind
@@ -43,17 +43,9 @@ from fedstill.running.rollback import ROLLBACKS, seen, unseen
 from fedstill.train.task import Task
 
 
-def run_number(told: Mapping[str, Any]) -> str:
-    """What tells a run from others, and names a folder here: so no server may send anything else."""
-    number = str(told["number"])
-    if not re.fullmatch("[0-9a-f]{16}", number):
-        raise SettingError(f"the server's run has the number {number!r:.40}, which is none")
-    return number
-
-
 @dataclass(frozen=True)
-class Own:
-    """What a site has of its own; empty: as the run's settings say."""
+class LocalInputs:
+    """The data, code and device of a site, or a region, instead of those in the run's settings; empty: as there."""
 
     data: str = ""
     data_dir: str = ""
@@ -63,28 +55,28 @@ class Own:
     device: str = "cpu"
 
     def config(self, text: str) -> Config:
-        """The settings of a run, as a server sent them, with what is this site's own."""
-        told = tomllib.loads(text)
+        """The settings of a run, as a server sent them, with the local inputs in their place."""
+        settings = tomllib.loads(text)
         files = {"method": self.method, "model": self.model, "data": self.data}
-        told |= {name: value for name, value in files.items() if value}
-        told.pop("tokenizer", None)  # the server sends it, not where it has it
-        named = [(name, told.get(name, "")) for name in ("method", "model", "data", "proxy")]
-        named += [("method", region.get("method", "")) for region in told.get("region", [])]
+        settings |= {name: value for name, value in files.items() if value}
+        settings.pop("tokenizer", None)  # the server sends it, not where it has it
+        named = [(name, settings.get(name, "")) for name in ("method", "model", "data", "proxy")]
+        named += [("method", region.get("method", "")) for region in settings.get("region", [])]
         for name, value in named:
-            known = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
-            if not known and value not in files.values():
+            harmless = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
+            if not harmless and value not in files.values():
                 raise Refusal(
                     Code.FILE_NAMED, f"the run has a {name} that is no name but a file, {value}; give yours to the site"
                 )
-        self._name_encoder(told)
-        return resolve(told, {"data_dir": self.data_dir, "device": self.device})
+        self._name_encoder(settings)
+        return resolve(settings, {"data_dir": self.data_dir, "device": self.device})
 
-    def _name_encoder(self, told: dict[str, Any]) -> None:
-        options = told.get("model_options", {})
-        if told.get("model") != "distilbert" or not isinstance(options, dict):
+    def _name_encoder(self, settings: dict[str, Any]) -> None:
+        options = settings.get("model_options", {})
+        if settings.get("model") != "distilbert" or not isinstance(options, dict):
             return
         if self.pretrained:
-            told["model_options"] = options | {"pretrained": self.pretrained}
+            settings["model_options"] = options | {"pretrained": self.pretrained}
         elif (named := options.get("pretrained", DISTILBERT)) != DISTILBERT:
             raise Refusal(
                 Code.FILE_NAMED, f"the run begins with a pretrained encoder, {named!r:.80}; give yours to the site"
@@ -92,12 +84,12 @@ class Own:
 
 
 class Site:
-    """Answers what a server asks, from data that stay here."""
+    """Answers a server's requests, from data that stay here."""
 
     def __init__(
         self,
         directory: Path,
-        own: Own | None = None,
+        inputs: LocalInputs | None = None,
         policy: Policy | None = None,
         ask: Callable[[str], bool] | None = None,
     ) -> None:
@@ -105,29 +97,29 @@ class Site:
 
         `ask` puts to the site's owner what the policy leaves open; without it, that is refused.
         """
-        self._directory, self._own, self._policy = directory, own or Own(), policy or Policy()
+        self._directory, self._inputs, self._policy = directory, inputs or LocalInputs(), policy or Policy()
         self._consent = Consent(self._policy, ask)
-        self._device = find(self._own.device)
+        self._device = find(self._inputs.device)
         self._settings: tuple[str, Config] | None = None  # of the run, as text and checked
         self._ready: tuple[dict[str, Any], Worker] | None = None
         self._audit = AuditLog(directory / SENT)
 
-    def handle(self, asked: Tree) -> Tree:
+    def handle(self, message: Tree) -> Tree:
         with during(Step.REQUEST):
-            run, body, down = asked["run"], asked["request"], asked["down"]
+            run, body, down = message["run"], message["request"], message["down"]
             text = policies.check_text(run["config"])
         if self._settings is None or self._settings[0] != text:
             with during(Step.SETTINGS):
-                self._settings = text, self._own.config(text)
+                self._settings = text, self._inputs.config(text)
         config = self._settings[1]
         with during(Step.REQUEST):
             request = None if body is None else _request(body, run, config)
-        spent = Spent(self._directory / "state" / run_number(run), self._policy)
-        with spent.work(training=isinstance(request, Train | Conclude)):
+        usage = Usage(self._directory / "state" / run_number(run), self._policy)
+        with usage.work(training=isinstance(request, Train | FinalExchange)):
             worker = self._worker(run, config)
             return self._answer(worker, request, down, run)
 
-    def _answer(self, worker: Worker, request: Request | None, down: Tree, run: dict[str, Any]) -> Tree:
+    def _answer(self, worker: Worker, request: Request | None, down: Tree, run: RunInfo) -> Tree:
         private = Kind.METRICS in self._policy.deny
         if request is None:
             tests = 0 if private else len(worker.federation.test_index)
@@ -155,39 +147,39 @@ class Site:
             answer["metrics"] = {name: value for name, value in answer["metrics"].items() if name == "seconds"}
         return answer
 
-    def record(self, asked: Tree, answer: Tree) -> None:
+    def record(self, message: Tree, answer: Tree) -> None:
         """Write down what is about to be sent, in the site's audit log."""
         kinds: dict[str, str] = {}
         if self._ready is not None:
             worker = self._ready[1]
             for task, method in worker.regional or ((worker.task, worker.method),):
                 kinds |= policies.kinds_of(method, task)
-        self._audit.append(**sent(asked, answer, kinds))
+        self._audit.append(**answer_entry(message, answer, kinds))
 
-    def _worker(self, run: dict[str, Any], config: Config) -> Worker:
+    def _worker(self, run: RunInfo, config: Config) -> Worker:
         """Made when a run's settings are first seen."""
         key = {name: value for name, value in run.items() if name != "checkpoint"}
         if self._ready is None or self._ready[0] != key:
             with during(Step.SETTINGS):
                 policies.check_settings(self._policy, config)
                 policies.check_run(self._policy, run)
-            self._ready = (key, self._prepared(run, config))
+            self._ready = (key, self._prepare(run, config))
         return self._ready[1]
 
-    def _prepared(self, run: dict[str, Any], config: Config) -> Worker:
+    def _prepare(self, run: RunInfo, config: Config) -> Worker:
         if run["tokenizer"]:
             with during(Step.SETTINGS):
                 check_tokenizer(run["tokenizer"])
         config = config.model_copy(update={"tokenizer": run["tokenizer"]})
-        if self._own.data and config.proxy == "pool":  # which the server alone has
+        if self._inputs.data and config.proxy == "pool":  # which the server alone has
             config = config.model_copy(update={"proxy": ""})
-        with during(Step.LOAD), self._fetching(own=bool(self._own.data)):
+        with during(Step.LOAD), self._fetching(own=bool(self._inputs.data)):
             found = load_data(config)
         with during(Step.PREPARE):
             federation = self._federation(config, run, found)
             method = registry.make(config.method, config.hyper)
             policies.check_network(self._policy, config, federation.dataset, method)
-            with self._fetching(own=bool(self._own.pretrained) and not config.proxy):
+            with self._fetching(own=bool(self._inputs.pretrained) and not config.proxy):
                 task = make_task(config, federation, method)
             if run["frozen"] and run["frozen"] != [frozen_digest(task.build().module)]:
                 raise SettingError(
@@ -208,25 +200,25 @@ class Site:
         return nullcontext() if own or self._policy.download else download.refused()
 
     def _regional(
-        self, config: Config, run: dict[str, Any], task: Task, method: Method, federation: Federation
+        self, config: Config, run: RunInfo, task: Task, method: Method, federation: Federation
     ) -> list[tuple[str, tuple[Task, Method]]]:
         """How the clients of each region train, and the name of its method; nothing if there are no regions."""
         if config.flat:
             return []
         tables = config.each_region()
         found = []
-        for own, count in zip(tables, run["steps"] or [0] * len(tables), strict=True):
-            local = local_training(config.model_copy(update=own.of_its_own()), federation)
-            inside = regional_method(own, config, method)
+        for table, count in zip(tables, run["steps"] or [0] * len(tables), strict=True):
+            local = local_training(config.model_copy(update=table.of_its_own()), federation)
+            inside = regional_method(table, config, method)
             found.append(
-                (own.method or config.method, (task.trained_as(replace(local, steps_per_epoch=count)), inside))
+                (table.method or config.method, (task.trained_as(replace(local, steps_per_epoch=count)), inside))
             )
         return found
 
-    def _federation(self, config: Config, run: dict[str, Any], found: Dataset) -> Federation:
+    def _federation(self, config: Config, run: RunInfo, found: Dataset) -> Federation:
         """A federation in which this site's client alone has anything: its training and its test samples."""
         source: Literal["train", "test"] = "test"
-        if self._own.data:
+        if self._inputs.data:
             found = sized(found, wanted_size(config))
             pool = np.zeros(0, np.int64)
             train, test = np.arange(len(found.train)), np.arange(len(found.test))
@@ -241,7 +233,7 @@ class Site:
         return Federation(dataset, train, later * len(train), test, later * len(test), pool, source)
 
 
-def _trained_with(worker: Worker, request: Train | Conclude) -> tuple[Task, Method]:
+def _trained_with(worker: Worker, request: Train | FinalExchange) -> tuple[Task, Method]:
     """What a request is carried out with."""
     if worker.regional and isinstance(request, Train):
         return worker.regional[request.region]
@@ -250,7 +242,7 @@ def _trained_with(worker: Worker, request: Train | Conclude) -> tuple[Task, Meth
 
 def _request(body: Any, run: Mapping[str, Any], config: Config) -> Request:
     """A server's request, if it is one about this site's client."""
-    request = made(body)
+    request = request_from(body)
     if isinstance(request, Score):
         return request
     regions = 1 if config.flat else len(config.each_region())

@@ -12,7 +12,7 @@ _FACTOR = 10.0  # times as long as usual
 _SHORTEST = 30.0  # seconds
 
 
-class Waits:
+class ResponseTimes:
     """How long sites take, and so how long the others are waited for.
 
     Once enough have answered, the rest have `wait_after` seconds from the last answer on. Unless that is given, it is
@@ -22,40 +22,40 @@ class Waits:
     def __init__(self, wait_after: float | None) -> None:
         self._wait_after = wait_after
         self._seconds: dict[tuple[str, str], float] = {}  # by kind of request and site
-        self._tried = set[tuple[str, str]]()
+        self._requested = set[tuple[str, str]]()
 
     def allowance(self, kind: str, site: str) -> float:
         """Seconds that a site has after the others' last answer."""
         if self._wait_after is not None:
             return self._wait_after
-        if (kind, site) not in self._tried:
+        if (kind, site) not in self._requested:
             return math.inf
         times = [seconds for (what, _), seconds in self._seconds.items() if what == kind]
         usual = median(times) if times else 0.0
         return max(_SHORTEST, _FACTOR * max(usual, self._seconds.get((kind, site), 0.0)))
 
-    def learn(self, kind: str, site: str, seconds: float) -> None:
+    def add(self, kind: str, site: str, seconds: float) -> None:
         self._seconds[kind, site] = seconds
 
-    def done(self, kind: str, sites: Iterable[str]) -> None:
-        self._tried.update((kind, site) for site in sites)
+    def finish(self, kind: str, sites: Iterable[str]) -> None:
+        self._requested.update((kind, site) for site in sites)
 
 
-class Poll:
-    """The answers to one question, and until when they are waited for."""
+class RequestDeadline:
+    """Until when the answers to one request to several sites are waited for."""
 
-    def __init__(self, waits: Waits, kind: str, sites: Iterable[str], *, least: int) -> None:
-        self._waits, self._kind, self._least = waits, kind, least
+    def __init__(self, times: ResponseTimes, kind: str, sites: Iterable[str], *, least: int) -> None:
+        self._times, self._kind, self._least = times, kind, least
         self._sites = list(sites)
         self._waiting = set(self._sites)
         self._answered = 0
         self._began = self._last = time.monotonic()
 
-    def deadline(self) -> float:
+    def moment(self) -> float:
         """The moment of the monotonic clock at which it is over."""
         if self._answered < self._least or not self._waiting:
             return math.inf
-        return self._last + max(self._waits.allowance(self._kind, site) for site in self._waiting)
+        return self._last + max(self._times.allowance(self._kind, site) for site in self._waiting)
 
     def watch(self, answers: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """The answers as they come."""
@@ -64,7 +64,7 @@ class Poll:
                 self._waiting.discard(site)
                 if isinstance(answer, dict) and "error" not in answer:
                     self._answered, self._last = self._answered + 1, time.monotonic()
-                    self._waits.learn(self._kind, site, self._last - self._began)
+                    self._times.add(self._kind, site, self._last - self._began)
                 yield site, answer
         finally:
-            self._waits.done(self._kind, self._sites)
+            self._times.finish(self._kind, self._sites)

@@ -25,12 +25,12 @@ class Engine(ABC):
     def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
         """Answers in the order of the requests, whatever the order in which they were worked out."""
 
-    def greet(self) -> bool:
+    def poll_newcomers(self) -> bool:
         """Before a round: let clients in that were not there; whether the numbers of samples changed."""
         return False
 
     def absent(self) -> set[int]:
-        """Clients that cannot be asked at present."""
+        """Clients that cannot be reached at present."""
         return set()
 
     def local_hits(self, down: Message) -> dict[int, int] | None:
@@ -38,8 +38,8 @@ class Engine(ABC):
         return None
 
     @property
-    def patient(self) -> bool:
-        """Whether clients come and go, so that a round without enough answers is tried again."""
+    def remote(self) -> bool:
+        """Whether clients are elsewhere and come and go, so that a round without enough answers is retried."""
         return False
 
     def close(self) -> None:  # noqa: B027 - not every engine starts something
@@ -56,6 +56,6 @@ class Inline(Engine):
         # Through bytes and back, so that nothing passes here that would not pass a real wire.
         down = tree.decode(tree.encode(down))
         for group in self._worker.grouped(requests):
-            with device.streams_kept():  # the caller's global stream is the caller's
+            with device.isolated_rng():  # the caller's global stream is the caller's
                 answers = [tree.encode(answer) for answer in self._worker.handle_group(group, down)]
             yield from map(tree.decode, answers)

@@ -1,4 +1,4 @@
-"""A pool of worker processes, one thread each."""
+"""Worker processes, one thread each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.processes import die_with_parent
 from fedstill.core.tree import Message, Tree
 from fedstill.engine.base import Engine
-from fedstill.engine.worker import Request, Score, Worker, answered, made
+from fedstill.engine.worker import Request, Score, Worker, encode_answer, request_fields, request_from
 from fedstill.models.base import Wrapped
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 _CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 _QUEUED = 2  # requests a worker may hold, so that it never waits for the next
 _DEATHS_ALLOWED = 2  # of workers by the same requests: one may be an accident
-_LAST_SECONDS = 5  # that a process whose pipe is closed may take to end
+_EXIT_SECONDS = 5  # that a process whose pipe is closed may take to end
 _TRY_LESS = "the system does that when memory runs out: fewer workers, a smaller batch_size or model need less"
 _TRY_INLINE = (
     "its code crashed: --engine inline (engine = 'inline' in config.toml, if it is resumed) with "
@@ -47,65 +47,65 @@ _BROADCAST = b""  # what follows is for all requests until the next
 
 
 @dataclass
-class _Hand:
-    """One worker process and the places in the queue that it holds."""
+class WorkerHandle:
+    """One worker process and the requests it was given, by their place in the queue."""
 
     process: BaseProcess
     pipe: Connection  # for requests
     answers: Connection
-    holds: deque[int] = field(default_factory=deque)
-    knows: bytes | None = None  # what was broadcast to it last
+    assigned: deque[int] = field(default_factory=deque)
+    last_broadcast: bytes | None = None  # so that each is sent once
 
 
 class Processes(Engine):
-    """Spreads requests over worker processes; replaces a worker that dies and repeats what it held."""
+    """Spreads requests over worker processes; replaces a worker that dies and repeats its requests."""
 
     def __init__(self, worker: Worker, workers: int) -> None:
         self._worker = worker
-        self._hands: list[_Hand] = []
+        self._handles: list[WorkerHandle] = []
         self._count = workers
         self.deaths = 0
 
     def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
         broadcast, groups = tree.encode(down), self._worker.grouped(requests)
-        while len(self._hands) < min(self._count, len(groups)):
-            self._hands.append(self._hire(self._hands))
+        while len(self._handles) < min(self._count, len(groups)):
+            self._handles.append(self._start_worker(self._handles))
         todo = deque(range(len(groups)))
         done: dict[int, list[Tree]] = {}
         deaths: dict[int, int] = {}
-        for hand in [hand for hand in self._hands if not hand.process.is_alive()]:
-            self._replace(hand, todo, groups, deaths)  # it died while it had nothing to do, which is nobody's fault
+        for handle in [handle for handle in self._handles if not handle.process.is_alive()]:
+            self._replace(handle, todo, groups, deaths)  # it died while it had nothing to do, which is nobody's fault
         # Far enough ahead to keep everyone busy behind one slow client, near enough to bound what waits here.
         window = 4 * _QUEUED * self._count
         try:
             for place in range(len(groups)):
                 while place not in done:
-                    self._deal(todo, place + window, groups, broadcast, deaths)
-                    ready = wait([h.answers for h in self._hands if h.holds])
-                    for hand in [h for h in self._hands if h.answers in ready]:
+                    self._assign(todo, place + window, groups, broadcast, deaths)
+                    ready = wait([h.answers for h in self._handles if h.assigned])
+                    for handle in [h for h in self._handles if h.answers in ready]:
                         try:
-                            answer = tree.decode(hand.answers.recv_bytes())
+                            answer = tree.decode(handle.answers.recv_bytes())
                         except (EOFError, OSError):
-                            self._replace(hand, todo, groups, deaths)
+                            self._replace(handle, todo, groups, deaths)
                             continue
                         if "error" in answer:
                             raise FedstillError(answer["error"])
-                        done[hand.holds.popleft()] = answer["answer"]
+                        done[handle.assigned.popleft()] = answer["answer"]
                 yield from done.pop(place)
         except BaseException:
             self.close()  # answers still under way must not be taken for those of the next call
             raise
 
     def close(self) -> None:
-        for hand in self._hands:
-            hand.pipe.close()
-            hand.answers.close()
-            hand.process.kill()
-        for hand in self._hands:
-            hand.process.join()
-        self._hands = []
+        for handle in self._handles:
+            handle.pipe.close()
+            handle.answers.close()
+            handle.process.kill()
+        for handle in self._handles:
+            handle.process.join()
+        self._handles = []
 
-    def _hire(self, others: list[_Hand]) -> _Hand:
+    def _start_worker(self, others: list[WorkerHandle]) -> WorkerHandle:
         requests, ours = _CONTEXT.Pipe(duplex=False)
         answers, theirs = _CONTEXT.Pipe(duplex=False)
         for end in (ours, theirs):
@@ -117,9 +117,9 @@ class Processes(Engine):
         process.start()
         requests.close()
         theirs.close()
-        return _Hand(process, ours, answers)
+        return WorkerHandle(process, ours, answers)
 
-    def _deal(
+    def _assign(
         self,
         todo: deque[int],
         end: int,
@@ -129,54 +129,56 @@ class Processes(Engine):
     ) -> None:
         """Give out requests up to this place: to everyone before anyone gets more, the last ones to who is idle."""
         while todo and todo[0] < end:
-            hand = min(self._hands, key=lambda hand: len(hand.holds))
-            if len(hand.holds) == _QUEUED or (hand.holds and len(todo) < len(self._hands)):
+            handle = min(self._handles, key=lambda handle: len(handle.assigned))
+            if len(handle.assigned) == _QUEUED or (handle.assigned and len(todo) < len(self._handles)):
                 return
-            new = hand.knows is None
-            if self._give(hand, todo, groups, broadcast):
+            new = handle.last_broadcast is None
+            if self._send(handle, todo, groups, broadcast):
                 continue
-            if hand.holds:  # what it answered before it died is still to be read
+            if handle.assigned:  # what it answered before it died is still to be read
                 return
             if new:  # what it was sent first has ended it; one that had worked before died with nothing to do
-                hand.holds.append(todo.popleft())
-            self._replace(hand, todo, groups, deaths)
+                handle.assigned.append(todo.popleft())
+            self._replace(handle, todo, groups, deaths)
 
-    def _give(self, hand: _Hand, todo: deque[int], groups: Sequence[Sequence[Request]], broadcast: bytes) -> bool:
-        """Hand over the next requests; False if the worker is gone."""
-        told = [{"kind": type(request).__name__, **vars(request)} for request in groups[todo[0]]]
+    def _send(
+        self, handle: WorkerHandle, todo: deque[int], groups: Sequence[Sequence[Request]], broadcast: bytes
+    ) -> bool:
+        """Send the next requests; False if the worker is gone."""
+        requests = [request_fields(request) for request in groups[todo[0]]]
         try:
-            if hand.knows is not broadcast:
-                hand.pipe.send_bytes(_BROADCAST)
-                hand.pipe.send_bytes(broadcast)
-                hand.knows = broadcast
-            hand.pipe.send_bytes(json.dumps(told).encode())
+            if handle.last_broadcast is not broadcast:
+                handle.pipe.send_bytes(_BROADCAST)
+                handle.pipe.send_bytes(broadcast)
+                handle.last_broadcast = broadcast
+            handle.pipe.send_bytes(json.dumps(requests).encode())
         except OSError:
             return False
-        hand.holds.append(todo.popleft())
+        handle.assigned.append(todo.popleft())
         return True
 
     def _replace(
-        self, hand: _Hand, todo: deque[int], groups: Sequence[Sequence[Request]], deaths: dict[int, int]
+        self, handle: WorkerHandle, todo: deque[int], groups: Sequence[Sequence[Request]], deaths: dict[int, int]
     ) -> None:
         """A new worker for one that died, and its requests back to the head of the queue."""
-        hand.process.join(_LAST_SECONDS)  # its own end is the one to tell
-        hand.process.kill()
-        hand.process.join()
-        hand.pipe.close()
-        hand.answers.close()
-        self._hands.remove(hand)
+        handle.process.join(_EXIT_SECONDS)  # the exit code to report is its own
+        handle.process.kill()
+        handle.process.join()
+        handle.pipe.close()
+        handle.answers.close()
+        self._handles.remove(handle)
         self.deaths += 1
-        if hand.holds:
-            first = hand.holds[0]
+        if handle.assigned:
+            first = handle.assigned[0]
             deaths[first] = deaths.get(first, 0) + 1
-            work, (end, advice) = self._named(groups[first]), _cause(hand.process.exitcode)
+            work, (end, advice) = self._describe(groups[first]), _cause(handle.process.exitcode)
             if deaths[first] >= _DEATHS_ALLOWED:
                 raise FedstillError(f"{work} ended its worker process {_DEATHS_ALLOWED} times ({end}); {advice}")
             log.warning("%s ended its worker process (%s); it is tried once more", work, end)
-            todo.extendleft(reversed(hand.holds))
-        self._hands.append(self._hire(self._hands))
+            todo.extendleft(reversed(handle.assigned))
+        self._handles.append(self._start_worker(self._handles))
 
-    def _named(self, requests: Sequence[Request]) -> str:
+    def _describe(self, requests: Sequence[Request]) -> str:
         """Whose work it is, and through which network."""
         first, task = requests[0], self._worker.task
         if isinstance(first, Score):
@@ -231,13 +233,13 @@ def _serve(worker: Worker, pipe: Connection, answers: Connection, inherited: lis
     down: Message = {}
     while True:
         try:
-            told = pipe.recv_bytes()
-            if told == _BROADCAST:
+            request = pipe.recv_bytes()
+            if request == _BROADCAST:
                 down = tree.decode(pipe.recv_bytes())
                 continue
         except (EOFError, OSError):
             return
-        data = answered(partial(_work, worker, json.loads(told), down), tree.encode)
+        data = encode_answer(partial(_work, worker, json.loads(request), down), tree.encode)
         try:
             answers.send_bytes(data)
         except OSError:
@@ -245,4 +247,4 @@ def _serve(worker: Worker, pipe: Connection, answers: Connection, inherited: lis
 
 
 def _work(worker: Worker, requests: list[dict[str, Any]], down: Message) -> Tree:
-    return worker.handle_group([made(told) for told in requests], down)
+    return worker.handle_group([request_from(fields) for fields in requests], down)

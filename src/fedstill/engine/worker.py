@@ -1,4 +1,4 @@
-"""The client's side of a run: whoever holds a worker can do any client's share of a round."""
+"""The client's side of a run: a worker can do the work of any client in a round."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Conclude:
-    """Ask a client for its last words on the final model."""
+class FinalExchange:
+    """Ask a client for its final uplink, on the final model."""
 
     client: int
     round: int
@@ -55,18 +55,30 @@ class Score:
     stop: int
 
 
-Request = Train | Conclude | Score
+Request = Train | FinalExchange | Score
 T = TypeVar("T")
-_KINDS: dict[str, type[Request]] = {kind.__name__: kind for kind in (Train, Conclude, Score)}
+# By the names that requests have on the wire and in audit logs.
+_KINDS: dict[str, type[Request]] = {"Train": Train, "Conclude": FinalExchange, "Score": Score}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
-def made(told: Mapping[str, Any]) -> Request:
-    """A request from its fields and its `kind`."""
-    fields = dict(told)
-    return _KINDS[fields.pop("kind")](**fields)
+def kind_of(request: Request) -> str:
+    """The name of its kind on the wire."""
+    return _NAMES[type(request)]
 
 
-def answered(work: Callable[[], Tree], encode: Callable[[Tree], T]) -> T:
+def request_fields(request: Request) -> dict[str, Any]:
+    """A request as plain values: its fields and its `kind`."""
+    return {"kind": kind_of(request), **vars(request)}
+
+
+def request_from(fields: Mapping[str, Any]) -> Request:
+    """The request that `request_fields` describes."""
+    values = dict(fields)
+    return _KINDS[values.pop("kind")](**values)
+
+
+def encode_answer(work: Callable[[], Tree], encode: Callable[[Tree], T]) -> T:
     """What work gives, or what it raises, as something to send back."""
     try:
         return encode({"answer": work()})
@@ -93,7 +105,7 @@ class Worker:
     together: int = 1  # clients of one size that are trained at once, at most
 
     def handle(self, request: Request, down: Message) -> Tree:
-        """Do what is asked with what the server sent. The answer is data, ready for any wire."""
+        """Carry out a request with the downlink of the server. The answer is data, ready for any wire."""
         down = {name: to_current_device(part) for name, part in down.items()}
         if isinstance(request, Score):
             x, y = self._stored(request)
@@ -108,7 +120,7 @@ class Worker:
             task, method = self.regional[request.region]
             return replace(self, task=task, method=method, regional=()).handle(request, down)
         began, client = time.perf_counter(), self._client(self.task, request, down)
-        if isinstance(request, Conclude):
+        if isinstance(request, FinalExchange):
             client.receive()
             return {"samples": len(client.data), "message": self.method.final_uplink(client), "metrics": {}}
         objective = self._begin(client)
@@ -154,7 +166,7 @@ class Worker:
             answers.append(self._end(client, request, began - share))
         return answers
 
-    def _client(self, task: Task, request: Train | Conclude, down: Message) -> Client:
+    def _client(self, task: Task, request: Train | FinalExchange, down: Message) -> Client:
         dataset, index = self.task.dataset, torch.from_numpy(self.federation.train(request.client))
         labels = self.attack.labels(request.client, dataset.train.y)
         # To a GPU a client's samples are moved at once.
@@ -175,7 +187,7 @@ class Worker:
         return self.method.prepare(client)
 
     def _end(self, client: Client, request: Train, began: float) -> dict[str, Any]:
-        """What a client that has trained answers; it began at this moment of the clock."""
+        """The answer of a client that has trained; it began at this moment of the clock."""
         message, declared = self.method.uplink(client), self.method.wire(self.task).up
         samples = len(client.data)
         if self.attack.on_updates and client.id in self.attack.clients and fault(message, declared) is None:
@@ -198,8 +210,8 @@ class Worker:
         Where there is no global model, also how it does on the global test set.
         """
         client.net.eval()
-        held, index = self.federation.test_split, torch.from_numpy(self.federation.test(client.id))
-        test = Samples(held.x, held.y, index, self.task.dataset.normalise)
+        split, index = self.federation.test_split, torch.from_numpy(self.federation.test(client.id))
+        test = Samples(split.x, split.y, index, self.task.dataset.normalise)
         metrics = {}
         if len(test):
             predicted = torch.cat([logits(client.net, x).argmax(1) for x in test.parts(EVAL_BATCH)])
@@ -215,5 +227,5 @@ class Worker:
         where = slice(request.start, request.stop)
         if request.source == "test":
             return self.task.dataset.test.x[where], self.task.dataset.test.y[where]
-        held, index = self.federation.test_split, torch.from_numpy(self.federation.test_index[where])
-        return held.x[index], held.y[index]
+        split, index = self.federation.test_split, torch.from_numpy(self.federation.test_index[where])
+        return split.x[index], split.y[index]

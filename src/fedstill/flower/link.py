@@ -1,4 +1,4 @@
-"""The server's end of the deployment: asks sites over Flower's SuperLink, which it starts and keeps alive."""
+"""The server's end of the deployment: sends requests over Flower's SuperLink, which it starts and keeps alive."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fedstill.core.reports import cleaned, sentence
 from fedstill.core.tree import Tree
 from fedstill.flower import private, superlink
 from fedstill.flower.keys import check_dates
-from fedstill.flower.private import Node, Run
+from fedstill.flower.private import FlowerRun, Node
 from fedstill.flower.records import from_records, to_records
 
 _log = logging.getLogger(__name__)
@@ -73,18 +73,18 @@ class Strangers:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _PendingRequest:
     """A request on its way: which message of which run, and to which connection of the site."""
 
-    run: Run
+    run: FlowerRun
     node: Node
     message: str
 
 
-class Link:
+class FlowerLink:
     """A SuperLink with the given sites, for as long as the `with` lasts.
 
-    `sites` gives each site's public key, or is asked again and again for them: a site can be revoked or added at any
+    `sites` gives each site's public key, or is called again and again for them: a site can be revoked or added at any
     time. `certificates=None` encrypts nothing. `directory` keeps Flower's database and log. Answers above `most_bytes`
     are refused while they arrive. Without `database` the SuperLink keeps everything in memory: a round is twice as fast
     and no message is left on the disk; when it dies, sites connect anew.
@@ -115,8 +115,8 @@ class Link:
         place = f"[{local}]:{port}" if ":" in local else f"{local}:{port}"
         self._address = private.Address(place, _only(certificates), secrets.token_hex(32))
         self._process: subprocess.Popen[bytes] | None = None
-        self._run: Run | None = None
-        self._seen: tuple[float, Run | None, dict[str, Node]] = (0.0, None, {})
+        self._run: FlowerRun | None = None
+        self._seen: tuple[float, FlowerRun | None, dict[str, Node]] = (0.0, None, {})
         self._looking = threading.Lock()
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="superlink-watch", daemon=True)
@@ -154,7 +154,7 @@ class Link:
             return set(self._look(0.0)[1])
         return set()
 
-    def ask(
+    def send_requests(
         self,
         requests: Mapping[str, Tree],
         *,
@@ -166,46 +166,48 @@ class Link:
 
         `until` gives the moment of the monotonic clock after which the rest are not waited for.
 
-        A site that is away, or goes away, is waited for. A site keeps its last answer: asked again under the same
-        `name`, by a server that was killed for instance, it need not work again.
+        A site that is away, or goes away, is waited for. A site keeps its last answer: if a request of the
+        same `name` comes again, from a server that was killed for instance, it need not work again.
         """
         for site in requests:
             if site not in self._sites:
                 raise unknown("site", site, self._sites)
         end = time.monotonic() + timeout
-        question = _Question(name or uuid.uuid4().hex, name is not None, timeout, end, threading.Event())
+        batch = _RequestBatch(name or uuid.uuid4().hex, name is not None, timeout, end, threading.Event())
         answers: queue.SimpleQueue[tuple[str, Tree | Failure]] = queue.SimpleQueue()
-        sent: dict[str, _Sent] = {}
+        sent: dict[str, _PendingRequest] = {}
         with suppress(httpx.HTTPError):
             run, nodes = self._look(0.0)
-            sent = self._send(run, {site: nodes[site] for site in requests if site in nodes}, requests, question)
+            sent = self._send(run, {site: nodes[site] for site in requests if site in nodes}, requests, batch)
 
         def collect(site: str) -> None:
-            answers.put((site, self._collect(site, requests[site], question, sent.get(site))))
+            answers.put((site, self._collect(site, requests[site], batch, sent.get(site))))
 
         for site in requests:
-            threading.Thread(target=collect, args=(site,), name=f"ask-{site}", daemon=True).start()
-        return _arriving(set(requests), answers, question, until or (lambda: math.inf))
+            threading.Thread(target=collect, args=(site,), name=f"request-{site}", daemon=True).start()
+        return _arriving(set(requests), answers, batch, until or (lambda: math.inf))
 
     def _send(
-        self, run: Run | None, nodes: Mapping[str, Node], requests: Mapping[str, Tree], question: _Question
-    ) -> dict[str, _Sent]:
-        if run is None or not nodes or question.left() <= 0:
+        self, run: FlowerRun | None, nodes: Mapping[str, Node], requests: Mapping[str, Tree], batch: _RequestBatch
+    ) -> dict[str, _PendingRequest]:
+        if run is None or not nodes or batch.left() <= 0:
             return {}
         distinct = {id(requests[site]): requests[site] for site in nodes}
-        told = {"id": question.name, "seconds": question.left(), "keep": question.keep}
-        records = {key: to_records({**told, "body": request}) for key, request in distinct.items()}
-        letters = [(node, records[id(requests[site])]) for site, node in nodes.items()]
-        messages = run.push(letters, seconds=question.left())
+        head = {"id": batch.name, "seconds": batch.left(), "keep": batch.keep}
+        records = {key: to_records({**head, "body": request}) for key, request in distinct.items()}
+        addressed = [(node, records[id(requests[site])]) for site, node in nodes.items()]
+        messages = run.push(addressed, seconds=batch.left())
         return {
-            site: _Sent(run, nodes[site], message) for site, message in zip(nodes, messages, strict=True) if message
+            site: _PendingRequest(run, nodes[site], message)
+            for site, message in zip(nodes, messages, strict=True)
+            if message
         }
 
-    def _collect(self, site: str, request: Tree, question: _Question, sent: _Sent | None) -> Tree | Failure:
+    def _collect(self, site: str, request: Tree, batch: _RequestBatch, sent: _PendingRequest | None) -> Tree | Failure:
         """Wait for one site's answer, and send again whatever may have been lost."""
         present = sent is not None
-        while question.left() > 0 and not question.closed.is_set() and not self._stopping.is_set():
-            wait = private.pause(question.timeout - question.left())
+        while batch.left() > 0 and not batch.closed.is_set() and not self._stopping.is_set():
+            wait = private.pause(batch.timeout - batch.left())
             if site not in self._keys:
                 return Failure("its key was revoked")
             try:
@@ -213,26 +215,26 @@ class Link:
                 node, present = nodes.get(site), site in nodes
                 anew = sent is None or sent.run is not run or sent.node != node
                 if node is not None and anew:
-                    sent = self._send(run, {site: node}, {site: request}, question).get(site)
+                    sent = self._send(run, {site: node}, {site: request}, batch).get(site)
                 if sent is not None and sent.run is run:
-                    answer = sent.run.pull(sent.message, most_bytes=self._most_bytes, seconds=question.left())
+                    answer = sent.run.pull(sent.message, most_bytes=self._most_bytes, seconds=batch.left())
                     if answer is not None and answer.has_error() and answer.error.code in private.RESEND:
-                        _log.info("%s: %s; asking again", site, cleaned(answer.error.reason))
+                        _log.info("%s: %s; sending it again", site, cleaned(answer.error.reason))
                         sent, wait = None, _AGAIN
                     elif answer is not None:
-                        return _read(answer, question.name, self._most_bytes)
+                        return _read(answer, batch.name, self._most_bytes)
             except httpx.HTTPError as error:  # the watcher brings the SuperLink back
                 _log.debug("%s: %s", site, error)
                 wait = _AGAIN
             except (DataError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 return Failure(f"its answer is refused: {cleaned(error)}")
             except Exception as error:  # noqa: BLE001 (Flower's own, such as an upload that did not come)
-                _log.info("%s: %s; asking again", site, cleaned(error))
+                _log.info("%s: %s; sending it again", site, cleaned(error))
                 sent, wait = None, _AGAIN
-            question.closed.wait(min(wait, max(0.0, question.left())))
-        return Failure(f"no answer within {question.timeout:g} s" if present else "not connected")
+            batch.closed.wait(min(wait, max(0.0, batch.left())))
+        return Failure(f"no answer within {batch.timeout:g} s" if present else "not connected")
 
-    def _look(self, age: float) -> tuple[Run | None, dict[str, Node]]:
+    def _look(self, age: float) -> tuple[FlowerRun | None, dict[str, Node]]:
         """The run, and the sites that are connected, as they were at most `age` seconds ago."""
         with self._looking:
             run = self._run
@@ -299,13 +301,13 @@ class Link:
         end = time.monotonic() + _START
         while not self._address.answers():
             if self._process.poll() is not None or time.monotonic() > end:
-                said = self._log_file.read_text(errors="replace").split("\n") if self._log_file.exists() else []
-                last = next((line.strip() for line in reversed(said) if line.strip()), "it says nothing")
+                lines = self._log_file.read_text(errors="replace").split("\n") if self._log_file.exists() else []
+                last = next((line.strip() for line in reversed(lines) if line.strip()), "it says nothing")
                 raise FedstillError(f"Flower's SuperLink does not start: {last[:300]}")
             if self._stopping.wait(0.1):
                 return
         self._address.admit(self._keys)
-        self._run = Run(self._address)
+        self._run = FlowerRun(self._address)
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         home = self._directory.resolve()
@@ -364,8 +366,8 @@ class Link:
 
 
 @dataclass(frozen=True)
-class _Question:
-    """What all sites that are asked together share."""
+class _RequestBatch:
+    """What requests that are sent to several sites at once share."""
 
     name: str
     keep: bool  # whether sites are to keep their answers
@@ -380,17 +382,17 @@ class _Question:
 def _arriving(
     waiting: set[str],
     answers: queue.SimpleQueue[tuple[str, Tree | Failure]],
-    question: _Question,
+    batch: _RequestBatch,
     until: Callable[[], float],
 ) -> Iterator[tuple[str, Tree | Failure]]:
-    reason = f"no answer within {question.timeout:g} s: the SuperLink does not respond"
+    reason = f"no answer within {batch.timeout:g} s: the SuperLink does not respond"
     try:
         while waiting:
             end = until() - time.monotonic()
             try:
-                site, answer = answers.get(timeout=max(0.0, min(end, max(0.0, question.left()) + 1)))
+                site, answer = answers.get(timeout=max(0.0, min(end, max(0.0, batch.left()) + 1)))
             except queue.Empty:  # a thread still waits for the SuperLink itself, or it is over
-                if end < question.left():
+                if end < batch.left():
                     reason = "no answer, and the others have answered long since (--wait-after)"
                 break
             waiting.discard(site)
@@ -398,21 +400,21 @@ def _arriving(
         for site in sorted(waiting):
             yield site, Failure(reason)
     finally:
-        question.closed.set()
+        batch.closed.set()
 
 
 def _read(answer: Message, name: str, most_bytes: int) -> Tree | Failure:
-    """What a site's answer says."""
+    """The body of a site's answer."""
     if answer.has_error() and answer.error.code == superlink.REFUSED:
         return Failure(f"its answer is refused: {answer.error.reason}")
     if answer.has_error():
         return Failure(f"Flower's error {answer.error.code}: {cleaned(answer.error.reason)}")
-    said = from_records(answer.content, most_bytes=most_bytes)
-    if not isinstance(said, dict) or said.get("id") != name or len(said) != 2:
+    reply = from_records(answer.content, most_bytes=most_bytes)
+    if not isinstance(reply, dict) or reply.get("id") != name or len(reply) != 2:
         raise DataError("it does not belong to the request")
-    if "body" in said:
-        return said["body"]
-    return Failure(sentence(said.get("error")))
+    if "body" in reply:
+        return reply["body"]
+    return Failure(sentence(reply.get("error")))
 
 
 def _public_keys(sites: PublicKeys) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""A site's end of the deployment: one process that answers what the server asks, until it is told to stop."""
+"""A site's end of the deployment: one process that answers the server's requests, until it is stopped."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from fedstill.flower.keys import check_dates
 from fedstill.flower.records import from_records, to_records
 
 _log = logging.getLogger(__name__)
-_HELD = 75.0  # seconds: Flower holds the place of a process that vanished for 60
+_SESSION_SECONDS = 75.0  # seconds: Flower holds the place of a process that vanished for 60
 _LONGEST = 30 * 24 * 3600.0  # seconds that any request may take
 _BACKOFF = 5.0  # most seconds between two attempts to connect
 _LONG_BACKOFF = 60.0  # the same where somebody has to do something at the server first
 _EXPIRED = {9: "is not valid yet", 10: "has expired"}  # by OpenSSL's number of the error
-_GREETING = 10.0  # seconds that a server may take to accept a connection
+_CONNECT_TIMEOUT = 10.0  # seconds that a server may take to accept a connection
 _PLAIN = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")  # what OpenSSL calls an answer without TLS
 
 
@@ -78,7 +78,7 @@ def serve(
         refused_since: float | None = None
         rejected = 0  # times in a row
         while True:
-            trusted = _meet(server, ca)
+            trusted = _wait_for_server(server, ca)
             try:
                 private.supernode(
                     server,
@@ -109,7 +109,7 @@ def _check_refusal(error: private.Refused, server: str, key: Path, seconds: floa
     status = error.status
     if status == 401:
         return
-    if status == 412 and seconds > _HELD:
+    if status == 412 and seconds > _SESSION_SECONDS:
         raise FedstillError(f"{server} refuses {key}: another process seems to be connected with it") from error
     if status is not None and status != 412 and status < 500:
         raise FedstillError(f"{server} refuses this site: {error}") from error
@@ -181,16 +181,16 @@ class _Site:
         return sent
 
     def _report(self, error: BaseException) -> dict[str, str]:
-        """What the server is told of an error. Its text, which may hold anybody's data, is for the log here."""
+        """The report of an error to the server. Its text, which may hold anybody's data, is for the log here."""
         code = Code.OUT_OF_TIME if isinstance(error, _OutOfTime) else reports.code_of(error)
         step = reports.step_of(error)
-        known = isinstance(error, FedstillError | _OutOfTime)
+        expected = isinstance(error, FedstillError | _OutOfTime)
         text = f"{type(error).__name__}: {cleaned(error, 2000)}"
         if self._complaint is None or self._complaint[0] != text:
             self._complaint = text, reports.new_number()
             _log.warning(
-                "number %s: %s; the server is told only the code %s (step %s)",
-                self._complaint[1], text, code, step or "request", exc_info=None if known else error,
+                "number %s: %s; the server gets only the code %s (step %s)",
+                self._complaint[1], text, code, step or "request", exc_info=None if expected else error,
             )  # fmt: skip
         return reports.report(code, step, self._complaint[1])
 
@@ -259,7 +259,7 @@ def _limited(seconds: float) -> Iterator[None]:
             signal.signal(signal.SIGALRM, before)
 
 
-def _meet(server: str, ca: Path | None) -> bytes | None:
+def _wait_for_server(server: str, ca: Path | None) -> bytes | None:
     """Wait until something listens at `server`, and return what `ca` holds; FedstillError if it does not vouch for it.
 
     Flower's client takes a wrong certificate for a bad connection, and a server that wants TLS likewise.
@@ -271,8 +271,8 @@ def _meet(server: str, ca: Path | None) -> bytes | None:
     wait = first = 0.25
     while True:
         try:
-            with socket.create_connection((host.strip("[]"), int(port)), _GREETING) as plain:
-                plain.settimeout(3 if ca is None else _GREETING)
+            with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT) as plain:
+                plain.settimeout(3 if ca is None else _CONNECT_TIMEOUT)
                 with context.wrap_socket(plain, server_hostname=host.strip("[]")):
                     if ca is None:
                         raise FedstillError(f"{server} wants an encrypted connection; give its CA certificate")

@@ -89,12 +89,12 @@ class Address:
         from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest
         from flwr.supercore.control import ControlHttpClient
 
-        # Flower does not take a key again that it was told to forget: the guard alone knows who is let in.
+        # Flower does not take a key again that it has unregistered: the guard alone decides who is let in.
         self._request("POST", KEYS_PATH, json=[header_of(key) for key in keys.values()]).raise_for_status()
         with self.client(ControlHttpClient) as control:
-            known = {node.public_key for node in control.ListNodes(ListNodesRequest()).nodes_info}
+            registered = {node.public_key for node in control.ListNodes(ListNodesRequest()).nodes_info}
             for name, key in keys.items():
-                if key not in known:
+                if key not in registered:
                     control.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
 
     def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
@@ -111,7 +111,7 @@ class Node:
     activated: str
 
 
-class Run:
+class FlowerRun:
     """A run on the SuperLink whose ServerApp is this process.
 
     Flower would start the ServerApp itself, from an app that it installs. Ours lives in a program of its own: it takes
@@ -164,17 +164,17 @@ class Run:
         """The SuperNodes connected now, by public key."""
         return {node.public_key: Node(node.node_id, node.last_activated_at) for node in self._grid.get_nodes()}
 
-    def push(self, letters: list[tuple[Node, RecordDict]], *, seconds: float) -> list[str]:
+    def push(self, addressed: list[tuple[Node, RecordDict]], *, seconds: float) -> list[str]:
         """Send records to nodes; the messages' ids, in order. Arrays that several have are uploaded once."""
         with _speaking_as(*self._speaker):
-            messages = [Message(records, node.id, "query", ttl=seconds) for node, records in letters]
+            messages = [Message(records, node.id, "query", ttl=seconds) for node, records in addressed]
         return list(self._grid.push_messages(messages))
 
     def pull(self, message: str, *, most_bytes: int, seconds: float) -> Message | None:
         """The answer to a message, if there is one. ValueError when it is too large.
 
         As `Grid.pull_messages`, which however waits without limit for an upload that was announced, and holds
-        everything in memory before its size can be asked.
+        everything in memory before its size can be known.
         """
         from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
@@ -241,7 +241,7 @@ class Run:
             raise
 
     def end(self) -> None:
-        """Finish the run: sites are asked nothing more."""
+        """Finish the run: sites get no further requests."""
         from flwr.proto.runtime_pb2 import PushTaskOutputRequest
 
         with suppress(httpx.HTTPError):
@@ -396,7 +396,7 @@ def _sign_off(server: str, ca: bytes | None, key: ec.EllipticCurvePrivateKey, no
 
 
 def _heartbeat(beat: Callable[[], bool]) -> Any:
-    """Flower's heartbeats, which no error ends: else a site would work on, but be asked nothing any more."""
+    """Flower's heartbeats, which no error ends: else a site would work on, but get no requests any more."""
     from flwr.supercore.heartbeat import HeartbeatSender
 
     def steady() -> bool:
@@ -420,13 +420,13 @@ def _retry_invoker() -> Any:
         unknown = isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.UNAUTHORIZED
         return unknown or (giveup is not None and giveup(error))
 
-    def told_once(state: Any) -> None:
+    def warn_once(state: Any) -> None:
         if state.tries == 1:
             _log.warning("the server does not answer (%s); trying until it does", state.exception)
         if backoff is not None:
             backoff(state)
 
-    invoker.should_giveup, invoker.on_backoff = ours, told_once
+    invoker.should_giveup, invoker.on_backoff = ours, warn_once
     return invoker
 
 

@@ -72,7 +72,7 @@ def from_records(records: RecordDict, *, most_bytes: int | None = None) -> Tree:
 
 def _tensor(place: str, array: Array) -> Tensor:
     """An array as a tensor. Its own description is believed only where its bytes agree: NumPy would allocate by it."""
-    place = " ".join(place.split())[:100]  # in what is said about it
+    place = " ".join(place.split())[:100]  # for messages about it
     dtype, shape = _DTYPES.get(array.dtype), tuple(array.shape)
     if dtype is None or any(not isinstance(n, int) or n < 0 for n in shape):
         raise DataError(f"{place}: {array.dtype!r:.40} of shape {shape!s:.100} is not an array of numbers")
@@ -83,10 +83,10 @@ def _tensor(place: str, array: Array) -> Tensor:
     try:
         version = np.lib.format.read_magic(stream)
         head = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        told = head(stream)
-        if told[0] != shape or told[2] != dtype or len(array.data) - stream.tell() != count:
+        header = head(stream)
+        if header[0] != shape or header[2] != dtype or len(array.data) - stream.tell() != count:
             raise DataError(f"{place}: its {len(array.data):,} bytes do not hold {dtype} of shape {shape}")
-        found = np.frombuffer(array.data, dtype, offset=stream.tell()).reshape(shape, order="F" if told[1] else "C")
+        found = np.frombuffer(array.data, dtype, offset=stream.tell()).reshape(shape, order="F" if header[1] else "C")
     except DataError:
         raise
     except Exception as error:  # of NumPy's reader of headers, also tokenize's and the parser's

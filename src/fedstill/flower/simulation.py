@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +30,7 @@ import ray
 import ray._private.state
 import ray._private.worker
 from flwr.app import ConfigRecord, Context, RecordDict
-from flwr.app import Message as Letter
+from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
@@ -39,7 +39,7 @@ from fedstill.core import custom
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import Message, Tree
 from fedstill.engine.base import Engine
-from fedstill.engine.worker import Request, Worker, answered, made
+from fedstill.engine.worker import Request, Worker, encode_answer, request_fields, request_from
 from fedstill.flower.records import from_records, to_records
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Simulation(Engine):
             for place in range(len(requests)):
                 while place not in done:
                     for request in requests[sent : place + fleet.ahead]:
-                        about = {"worker": self._name, "kind": type(request).__name__, **asdict(request)}
+                        about = {"worker": self._name, **request_fields(request)}
                         places[fleet.send(RecordDict({**broadcast, "request": ConfigRecord(about)}))] = sent
                         sent += 1
                     for message, answer in fleet.receive(places):
@@ -98,7 +98,7 @@ class Fleet:
         self.ahead = _AHEAD * workers
         self._workers = workers
         self._folder = tempfile.TemporaryDirectory(prefix="fedstill-", ignore_cleanup_errors=True)
-        self._desk = _Desk()
+        self._app = _WorkerApp()
         self._stop = threading.Event()
         self._failure: BaseException | None = None
         grids: queue.Queue[Grid | None] = queue.Queue()
@@ -112,38 +112,38 @@ class Fleet:
         self._nodes = list(grid.get_node_ids())
 
     def keep(self, worker: Worker) -> str:
-        """Lay a worker down for the actors; messages ask for it by the name that is returned."""
+        """Put a worker into Ray's store for the actors; messages refer to it by the name that is returned."""
         while not (ray.is_initialized() and _RAY.state.actors()):
             if self._stop.is_set():
                 raise self._stopped()
             time.sleep(_POLL)
         try:
-            kept = _Kept(ray.put(_bare(worker)), os.getcwd(), _users_files())
+            stored = _StoredWorker(ray.put(_bare(worker)), os.getcwd(), _users_files())
         except Exception as error:
             reason = error.__cause__ or error
             raise FedstillError(f"engine = 'flower' cannot give this run to its workers: {reason}") from error
         name = secrets.token_hex(8)
-        self._desk.workers = {**self._desk.workers, name: kept}
+        self._app.workers = {**self._app.workers, name: stored}
         return name
 
     def drop(self, name: str) -> None:
         """Forget a worker."""
-        self._desk.workers = {key: kept for key, kept in self._desk.workers.items() if key != name}
+        self._app.workers = {key: stored for key, stored in self._app.workers.items() if key != name}
 
     def send(self, content: RecordDict) -> str:
         """Have the next node work on this; the answer comes under the name that is returned."""
         self._nodes = [*self._nodes[1:], self._nodes[0]]
-        (name,) = self._grid.push_messages([Letter(content, self._nodes[-1], "query")])
+        (name,) = self._grid.push_messages([FlowerMessage(content, self._nodes[-1], "query")])
         return name
 
     def receive(self, names: Iterable[str]) -> list[tuple[str, Tree]]:
-        """The answers that have come; if there are none, a moment later."""
-        letters = list(self._grid.pull_messages(list(names)))
-        if not letters:
+        """The answers that have arrived; if there are none, a moment later."""
+        messages = list(self._grid.pull_messages(list(names)))
+        if not messages:
             if self._stop.is_set():
                 raise self._stopped()
             time.sleep(_POLL)
-        return [(letter.metadata.reply_to_message_id, _answer(letter)) for letter in letters]
+        return [(message.metadata.reply_to_message_id, _answer(message)) for message in messages]
 
     def close(self) -> None:
         self._stop.set()
@@ -158,7 +158,7 @@ class Fleet:
 
     def _simulate(self, grids: queue.Queue[Grid | None]) -> None:
         client, server = ClientApp(), ServerApp()
-        client.query()(self._desk)
+        client.query()(self._app)
 
         @server.main()
         def main(grid: Grid, context: Context) -> None:
@@ -181,7 +181,7 @@ class Fleet:
         try:
             with _aside(self._folder.name):
                 run_simulation(server, client, num_supernodes=self.ahead, backend_config=settings)
-        except BaseException as error:  # noqa: BLE001 - it is told to who waits for answers, in another thread
+        except BaseException as error:  # noqa: BLE001 - it is raised where answers are waited for, in another thread
             while error.__cause__:
                 error = error.__cause__
             self._failure = error
@@ -213,7 +213,7 @@ def _aside(folder: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _StoredWorker:
     """A worker in Ray's store, and what an actor needs to be as its maker is: its folder, and the user's own files."""
 
     worker: Any  # a reference
@@ -221,27 +221,29 @@ class _Kept:
     files: tuple[str, ...]
 
 
-class _Desk:
-    """The client's app. Ray sends it along with every message, so it knows of workers kept since it was made."""
+class _WorkerApp:
+    """The client's app. Ray sends it along with every message, so it knows of workers stored since it was made."""
 
     def __init__(self) -> None:
-        self.workers: dict[str, _Kept] = {}
+        self.workers: dict[str, _StoredWorker] = {}
 
-    def __call__(self, letter: Letter, context: Context) -> Letter:
-        request: dict[str, Any] = dict(letter.content["request"])
-        kept = self.workers[request.pop("worker")]
-        records = answered(lambda: _fetch(kept).handle(made(request), from_records(letter.content)), to_records)
-        return Letter(records, reply_to=letter)
+    def __call__(self, message: FlowerMessage, context: Context) -> FlowerMessage:
+        request: dict[str, Any] = dict(message.content["request"])
+        stored = self.workers[request.pop("worker")]
+        records = encode_answer(
+            lambda: _fetch(stored).handle(request_from(request), from_records(message.content)), to_records
+        )
+        return FlowerMessage(records, reply_to=message)
 
 
 @lru_cache(maxsize=1)
-def _fetch(kept: _Kept) -> Worker:
+def _fetch(stored: _StoredWorker) -> Worker:
     """The worker of the run that this actor serves."""
     torch.set_num_threads(1)
-    os.chdir(kept.folder)
-    for file in kept.files:
+    os.chdir(stored.folder)
+    for file in stored.files:
         custom.load(f"{file}:__name__")  # so that it is there under the name it has
-    worker = ray.get(kept.worker)
+    worker = ray.get(stored.worker)
     assert isinstance(worker, Worker)
     return worker
 
@@ -261,10 +263,10 @@ def _users_files() -> tuple[str, ...]:
     return tuple(str(sys.modules[name].__file__) for name in names)
 
 
-def _answer(letter: Letter) -> Tree:
-    if letter.has_content():
-        return from_records(letter.content)
-    reason = letter.error.reason or f"Flower's error {letter.error.code}"
+def _answer(message: FlowerMessage) -> Tree:
+    if message.has_content():
+        return from_records(message.content)
+    reason = message.error.reason or f"Flower's error {message.error.code}"
     if "ray.exceptions" in reason:
         reason = (
             f"the same work ended its worker process {_DEATHS_ALLOWED} times; is there enough memory? "

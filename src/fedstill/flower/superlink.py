@@ -311,7 +311,7 @@ class Uploads:
     """What sites have sent and the server has not taken yet, in bounds.
 
     Flower keeps every object until somebody confirms it: answers that are refused, too late or never read would stay.
-    Here an answer above `limit` bytes is deleted while it arrives, and the server is told so when it looks for it; a
+    Here an answer above `limit` bytes is deleted while it arrives, and the server gets an error in its place; a
     site has at most two, a further one takes the place of the oldest; and each ends with the time of its request.
     """
 

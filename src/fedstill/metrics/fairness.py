@@ -34,7 +34,7 @@ def fairness_of_counts(hits: NDArray[np.int64], counts: NDArray[np.int64]) -> Fa
     """The same from how often a model is right on the tests of each client, and how many those are."""
     local = np.full(len(counts), np.nan)
     np.divide(hits, counts, out=local, where=counts > 0)
-    known = local[counts > 0]
-    if not len(known):
+    accuracies = local[counts > 0]
+    if not len(accuracies):
         return Fairness(np.nan, np.nan, np.nan, local)
-    return Fairness(float(hits.sum() / counts.sum()), float(known.var()), float(known.min()), local)
+    return Fairness(float(hits.sum() / counts.sum()), float(accuracies.var()), float(accuracies.min()), local)

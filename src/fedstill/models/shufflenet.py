@@ -46,8 +46,8 @@ class Unit(nn.Module):
         self.shuffle = nn.ChannelShuffle(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept, transformed = x.chunk(2, dim=1)
-        out: Tensor = self.shuffle(torch.cat((kept, self.branch(transformed)), dim=1))
+        shortcut, transformed = x.chunk(2, dim=1)
+        out: Tensor = self.shuffle(torch.cat((shortcut, self.branch(transformed)), dim=1))
         return out
 
 

@@ -23,10 +23,10 @@ from fedstill.models.norms import norms, statistics_kept
 Forward = Callable[[Tensor], Tensor]
 
 
-def kept(channels: int, width: float) -> int:
+def active_channels(channels: int, width: float) -> int:
     """How many of the channels a sub-network of this width keeps.
 
-    >>> kept(10, 0.8), kept(3, 0.1)
+    >>> active_channels(10, 0.8), active_channels(3, 0.1)
     (8, 1)
     """
     return max(1, math.floor(width * channels + 0.5))
@@ -93,9 +93,9 @@ def _is_special(layer: nn.Module) -> bool:
 def _sliced(layer: nn.Module, width: float) -> Forward | None:
     """What a layer does in a sub-network; None: what it always does."""
     if isinstance(layer, nn.Conv2d):
-        return lambda x: _conv(layer, x, kept(layer.out_channels, width))
+        return lambda x: _conv(layer, x, active_channels(layer.out_channels, width))
     if isinstance(layer, nn.Linear):
-        return lambda x: _linear(layer, x, kept(layer.out_features, width))
+        return lambda x: _linear(layer, x, active_channels(layer.out_features, width))
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
         return lambda x: _batch_norm(layer, x)
     if isinstance(layer, nn.GroupNorm):

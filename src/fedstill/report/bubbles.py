@@ -1,4 +1,4 @@
-"""A picture and a table of who holds which classes."""
+"""A picture and a table of the data partition, clients by classes."""
 
 from __future__ import annotations
 

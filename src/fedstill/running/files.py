@@ -15,7 +15,7 @@ teachers/           the regions' models at each episode's end, if the run was to
 checkpoints/        the last rounds' server state (keep_checkpoints), the clients' own, and an index with their digests
 tensorboard/        events for TensorBoard, if they were asked for
 run.json            the run's number and its sites, if its clients are elsewhere
-counts.json         how much each of them said it holds, when it joined
+counts.json         the numbers of samples that each of them reported when it joined
 received.jsonl      what each of them sent, and its digest
 log.txt             what happened when
 """

@@ -28,7 +28,7 @@ from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import Message, first_not_finite, nbytes
 from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
-from fedstill.engine.worker import Conclude, Train, Worker
+from fedstill.engine.worker import FinalExchange, Train, Worker
 from fedstill.methods.base import Server, misfit
 from fedstill.models.base import Wrapped
 from fedstill.running import files
@@ -237,7 +237,7 @@ class RoundLoop:
 
     def train_round(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         """A round of every region, and which they were; `measure`: clients also test the models they trained."""
-        if not engine.patient:
+        if not engine.remote:
             return self.train_regions(engine, round_, measure=measure)
         self.directory.settle()  # a client elsewhere must not have seen a round that this server, if killed, forgets
         before = tree.encode(self.state())
@@ -266,7 +266,7 @@ class RoundLoop:
 
     def train_regions(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
         self.server.round = round_
-        if engine.greet():
+        if engine.poll_newcomers():
             self.count_samples()
         absent = engine.absent()
         present = [(region, _without(members, absent)) for region, members in self.setup.hierarchy.present(round_)]
@@ -276,7 +276,7 @@ class RoundLoop:
         for (region, _), cohort in zip(present, cohorts, strict=True):
             self._train_region(engine, region, cohort, tally, measure=measure)
         self._active_since_checkpoint.update(k for cohort in cohorts for k in cohort)
-        if engine.patient:
+        if engine.remote:
             self._check_finite(round_)
         return tally, [region for region, _ in present]
 
@@ -288,7 +288,7 @@ class RoundLoop:
 
     def judge(self, engine: Engine, sent: Message, where: str) -> Judge | None:
         """Who compares the answers, where clients are not known."""
-        if not engine.patient:
+        if not engine.remote:
             return None
         return Judge(self.setup.config.max_update_ratio, sent, self.update_norms.setdefault(where, {}))
 
@@ -340,7 +340,7 @@ class RoundLoop:
             received, attack = iter(uplinks), self.setup.attack
             method.aggregate(server, colluding(attack, method, server, received) if attack.colludes else received)
         tally.add(uplinks, nbytes(down) * len(cohort))
-        tally.left_out += self._names(uplinks.dropped) if engine.patient else []
+        tally.left_out += self._names(uplinks.dropped) if engine.remote else []
         tally.server_seconds += time.perf_counter() - began - uplinks.waited
 
     def _aggregate_regions(self, engine: Engine, present: list[Region], *, compare: bool) -> Record:
@@ -375,7 +375,7 @@ class RoundLoop:
         method, config = self.setup.method, self.setup.config
         clients = np.flatnonzero(self.setup.federation.sizes).tolist()
         down = {"model": self.model()}
-        answers = engine.run([Conclude(k, config.rounds + 1) for k in clients], down)
+        answers = engine.run([FinalExchange(k, config.rounds + 1) for k in clients], down)
         declared, judge = method.wire(self.setup.task).last, self.judge(engine, down, "last")
         uplinks = Checked(clients, answers, declared, least=config.min_clients, tick=lambda: None, judge=judge)
         with self._stream("last layers"):
@@ -389,7 +389,7 @@ class RoundLoop:
     @contextmanager
     def _stream(self, purpose: str, *where: int) -> Iterator[None]:
         """PyTorch's global stream for layers, such as Dropout, that draw without asking for one of their own."""
-        with device.streams_kept():
+        with device.isolated_rng():
             device.seed_layers(seeds.key(self.setup.config.seed, purpose, self.server.round, *where))
             yield
 

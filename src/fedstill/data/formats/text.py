@@ -31,7 +31,7 @@ _BRACKETS = {"-LRB-": "(", "-RRB-": ")"}  # as the Penn Treebank writes them
 _MARKUP = re.compile(r"\\|<[^>]{0,200}>")  # AG News writes a line break as a backslash, and has some HTML left
 _SHOWN = 20  # names of columns in an error
 _LONGEST_LINE = 2**27  # characters; a small .gz can unpack to one without end
-_LONGEST = 2**31 - 1  # characters of a field; Python's csv stops at 131,072 unless told
+_LONGEST = 2**31 - 1  # characters of a field; Python's csv stops at 131,072 by default
 
 
 @dataclass(frozen=True)

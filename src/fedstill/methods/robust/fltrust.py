@@ -33,7 +33,7 @@ class FLTrust(Vectorwise):
         super().begin(server)
         assert server.pool is not None
         reference = Client(server.task, len(server.sizes), server.round, server.pool, self.inner.downlink(server))
-        with device.streams_kept():
+        with device.isolated_rng():
             reference.fit(self.inner.prepare(reference))
             server.state[self.name] = self.inner.uplink(reference)["model"]
 

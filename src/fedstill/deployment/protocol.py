@@ -1,0 +1,57 @@
+"""What a server and its sites exchange: the link between them, the run info in every request, and the answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeGuard
+
+from fedstill.core.errors import SettingError
+from fedstill.core.reports import cleaned, sentence
+from fedstill.core.tree import Tree
+
+_MOST = 10**8  # samples of a site
+
+RunInfo = dict[str, Any]
+"""What a site has to know of a run, sent along with every request; `server.serve` lists its keys."""
+
+
+class SiteLink(Protocol):
+    """Carries requests to sites by name, and their answers back."""
+
+    def present(self) -> set[str]:
+        """The sites that are connected now."""
+
+    def send_requests(
+        self,
+        requests: Mapping[str, Tree],
+        *,
+        timeout: float,
+        name: str | None = None,
+        until: Callable[[], float] | None = None,
+    ) -> Iterator[tuple[str, Any]]:
+        """Each site's answer as it comes: a tree, or something with a `reason` why there is none.
+
+        A site that gets a request of the same name again may repeat its last answer. `until` gives the moment of the
+        monotonic clock after which nobody is waited for any more; it may change with each answer.
+        """
+
+
+def run_number(run_info: Mapping[str, Any]) -> str:
+    """The number that identifies a run, and names a folder here: so no server may send anything else."""
+    number = str(run_info["number"])
+    if not re.fullmatch("[0-9a-f]{16}", number):
+        raise SettingError(f"the server's run has the number {number!r:.40}, which is none")
+    return number
+
+
+def failure_reason(answer: Any) -> str:
+    """Why an answer does not count, in words of our own: of what a site sends only known codes are repeated."""
+    if isinstance(answer, dict):
+        return sentence(answer["error"]) if "error" in answer else "its answer cannot be understood"
+    return cleaned(getattr(answer, "reason", "its answer cannot be understood"), 300)
+
+
+def are_counts(given: Any, count: int) -> TypeGuard[list[int]]:
+    """Whether this is a list of so many numbers of samples."""
+    return isinstance(given, list) and len(given) == count and all(type(n) is int and n <= _MOST for n in given)

@@ -1,0 +1,128 @@
+"""The sites of a run, or its regions: which clients each answers for, and how many samples it has."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fedstill.core.tree import Message, Tree
+from fedstill.data.dataset import Dataset
+from fedstill.data.federation import Federation
+from fedstill.data.partition import IntArray
+from fedstill.deployment.protocol import RunInfo, SiteLink, are_counts, failure_reason
+from fedstill.deployment.shares import Counts
+from fedstill.running.rollback import ROLLBACKS
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE = 20.0  # seconds after which a site that could not take part is polled again; then twice as long each time
+_LONGEST_PAUSE = 600.0  # seconds after which it is, at the latest
+
+
+class SiteRegistry:
+    """The sites, or regions, of a run, the clients that each answers for, and their numbers of samples."""
+
+    def __init__(
+        self,
+        clients: Mapping[str, IntArray],
+        dataset: Dataset,
+        server_data: Federation,
+        run_info: Callable[[], RunInfo],
+        *,
+        total: int,
+        names: Sequence[str] = (),
+        changing: bool = False,
+        max_share: float = 0.0,
+        path: Path | None = None,
+    ) -> None:
+        """`clients` are those of each site, among the `total` of the run; `changing`: a site may get more samples.
+
+        `path` is the file with the numbers of samples that they reported when they joined.
+        """
+        self.clients, self._run_info, self._changing = dict(clients), run_info, changing
+        self._site_of = {int(k): name for name, members in clients.items() for k in members}
+        zeros = np.zeros(total + 1, np.int64)
+        nothing = np.zeros(0, np.int64)
+        self.federation = Federation(
+            dataset, nothing, zeros, nothing, zeros.copy(), server_data.pool_index, names=tuple(names)
+        )
+        self.counts = Counts(self.clients, total, max_share, path)
+        self.tests = np.zeros(total, np.int64)  # of each client, by its own word
+        self._reported: dict[str, tuple[list[int], list[int]]] = {}  # samples and tests, by site
+        self._failures: dict[str, int] = {}
+        self._refused: dict[str, str] = {}  # why a site could not take part
+        self._not_before: dict[str, float] = {}  # when it is polled again
+
+    def site_of(self, client: int) -> str:
+        return self._site_of[client]
+
+    def samples(self, site: str) -> int | None:
+        """How many samples a site claims to train on; None: a region, where that may change during an episode."""
+        return None if self._changing else self.counts.samples(site)
+
+    def weight(self, site: str) -> int:
+        """How many of them count."""
+        return int(self.federation.sizes[self.clients[site]].sum())
+
+    def request(self, site: str, body: Tree = None, down: Message | None = None, seconds: float = 0.0) -> Tree:
+        """A request to a site; without a body: for its numbers of samples."""
+        run = self._run_info() | {"client": int(self.clients[site][0])}
+        return {"run": run, "request": body, "down": down or {}, "seconds": seconds}
+
+    def poll(self, link: SiteLink, *, timeout: float) -> bool:
+        """Get the numbers of samples of connected sites, unless they are known; whether anything changed."""
+        connected, before, now = link.present(), dict(self._reported), time.monotonic()
+        requests = {
+            name: self.request(name)
+            for name in self.clients
+            if name in connected
+            and (self._changing or name not in self._reported)
+            and now > self._not_before.get(name, 0.0)
+        }
+        for name, answer in link.send_requests(requests, timeout=timeout) if requests else ():
+            samples, tests = (answer.get(n) if isinstance(answer, dict) else None for n in ("samples", "tests"))
+            count = len(self.clients[name])
+            if not (are_counts(samples, count) and are_counts(tests, count) and min(samples + tests) >= 0):
+                self._refuse(name, failure_reason(answer))
+            elif changed := self.counts.settle(name, samples, tests, growing=self._changing):
+                self._refuse(name, f"{changed}; --recount {name} of the server accepts that")
+            else:
+                self._reported[name] = samples, tests
+        if self._reported == before:
+            return False
+        samples_that_count, _ = self.counts.of_sites(self._reported, "samples")
+        tests_that_count, self.tests = self.counts.of_sites(self._reported, "tests")
+        self.federation.train_offsets[1:] = np.cumsum(samples_that_count)
+        self.federation.test_offsets[1:] = np.cumsum(tests_that_count)
+        for name, (samples, tests) in self._reported.items():
+            if before.get(name) != (samples, tests):
+                log.info("%s has %d samples and %d to test on", name, sum(samples), sum(tests))
+        return True
+
+    def _refuse(self, name: str, reason: str) -> None:
+        if self._refused.get(name) != reason:
+            log.warning("%s cannot take part: %s", name, reason)
+        self._refused[name] = reason
+        wait = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(self._failures.get(name, 0), 10))
+        self._failures[name] = self._failures.get(name, 0) + 1
+        self._not_before[name] = time.monotonic() + wait
+
+    @property
+    def reported_sites(self) -> int:
+        """How many sites have reported their numbers of samples."""
+        return len(self._reported)
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Sites that have not reported yet, and why not if they gave a reason."""
+        return {name: self._refused.get(name, "") for name in self.clients if name not in self._reported}
+
+    @property
+    def series(self) -> str:
+        """Identifies the rounds of this run, also from its own before a rollback."""
+        run = self._run_info()
+        return f"{run['number']} {len(run.get(ROLLBACKS, []))}"

@@ -297,7 +297,7 @@ class _Attended:
 
     def _setup(self) -> Setup:
         config, federation = self._config, self._roll.federation
-        settings = config.model_copy(update=self._own.of_its_own())
+        settings = config.model_copy(update=self._own.overrides())
         local = replace(local_training(settings, federation), steps_per_epoch=self.told["steps"][self._number])
         task = make_task(config, federation, self._whole).trained_as(local)
         name = self._own.name or f"region {self._number + 1}"

@@ -216,7 +216,7 @@ class Site:
         tables = config.each_region()
         found = []
         for own, count in zip(tables, run["steps"] or [0] * len(tables), strict=True):
-            local = local_training(config.model_copy(update=own.of_its_own()), federation)
+            local = local_training(config.model_copy(update=own.overrides()), federation)
             inside = regional_method(own, config, method)
             found.append(
                 (own.method or config.method, (task.trained_as(replace(local, steps_per_epoch=count)), inside))

@@ -166,6 +166,7 @@ class Method:
     needs_server_labels: ClassVar[bool] = False  # samples with labels on the server: the setting `pool`
     changes_model: ClassVar[bool] = False
     extra_information: ClassVar[str] = ""  # what clients reveal beyond weights, in words
+    default_regions: ClassVar[int] = 1  # unless `regions` is set; more: it is made to aggregate regions
 
     def needs(self) -> Needs:
         """What this method, with these settings, asks for."""

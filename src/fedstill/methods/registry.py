@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import math
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -74,6 +75,11 @@ def find(name: str) -> list[type[Method]]:
     """The classes that a name stands for: a method, by its id or as `file.py:Class`, and what is joined to it."""
     first, *others = split(name)
     return [_method(first), *(_joined(other, first) for other in others)]
+
+
+def default_regions(parts: Sequence[Method | type[Method]]) -> int:
+    """How many regions a composed method has by default: as many as any of its parts is made for."""
+    return max(part.default_regions for part in parts)
 
 
 def split(name: str) -> list[str]:

@@ -14,10 +14,11 @@ from conftest import SMALL, RunSmall, numbers, weights
 from torch import nn
 
 import fedstill
-from fedstill.attacks.attack import AttackKind, draw_attackers
+from fedstill.attacks.attack import draw_attackers
 from fedstill.building.config import resolve
 from fedstill.building.setup import Setup, prepare
 from fedstill.core import seeds
+from fedstill.core.choices import AttackKind
 from fedstill.core.tree import Message
 from fedstill.core.weights import FlatNet
 from fedstill.methods import registry

@@ -39,7 +39,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from PIL import Image
 
 from fedstill.building.config import read_toml, resolve
-from fedstill.core import tree
+from fedstill.core import choices, tree
 from fedstill.core.errors import FedstillError
 from fedstill.core.files import read_json, read_sealed_json, write_sealed_json
 from fedstill.core.index import Index
@@ -343,7 +343,7 @@ def _datasets(folder: Path) -> list[Target]:
     csvs += [b"\xef\xbb\xbfLabel,Text\r\n" + b'1,"x ""y"""\r\n2,z\r\n' * 4]
     titled = b'"1","a title","a text"\n"4","b","<b>c</b>"\n'
     trees = b"(3 (2 It) (4 (2 's) (4 good)))\n(1 bad)\n"
-    made_tokenizer = tokens.trained(["a text", "another text"] * 3, tokens.FEWEST).encode()
+    made_tokenizer = tokens.trained(["a text", "another text"] * 3, choices.SMALLEST_VOCABULARY).encode()
 
     def of_tokenizer(data: bytes) -> object:
         path = folder / "tokenizer.json"

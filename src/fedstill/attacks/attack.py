@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -11,25 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstill.core import seeds
+from fedstill.core.choices import AttackKind
 from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
 from fedstill.core.weights import FlatNet
 
-AttackKind = Literal[
-    "",
-    "label-flip",
-    "mirror-flip",
-    "noise",
-    "sign-flip",
-    "scale",
-    "count",
-    "buffers",
-    "extra",
-    "alie",
-    "ipm",
-    "min-max",
-    "adaptive",
-]
 _LABELS = ("label-flip", "mirror-flip")
 _COLLUDING = ("alie", "ipm", "min-max", "adaptive")
 CLAIMED = 10**8  # samples, with `count`

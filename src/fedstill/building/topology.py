@@ -130,9 +130,9 @@ def arrange(config: Config, task: Task, federation: Federation, method: Method) 
         )
     found = []
     for number, (own, members) in enumerate(zip(config.each_region(), assign(config, clients), strict=True)):
-        settings = config.model_copy(update=own.of_its_own())
+        settings = config.model_copy(update=own.overrides())
         name = own.name or f"region {number + 1}"
-        regional_task = task.trained_as(local_training(settings, federation)) if own.of_its_own() else task
+        regional_task = task.trained_as(local_training(settings, federation)) if own.overrides() else task
         inside = regional_method(own, config, method)
         _check_region(name, inside, regional_task, config)
         check_labels(f"{name}: its method", inside, federation)

@@ -25,6 +25,7 @@ from fedstill.cli.consent import (
     policy_of,
 )
 from fedstill.cli.failure import Halted, one_line
+from fedstill.cli.settings import RUNNING, Settings, option, with_settings
 from fedstill.core import trust
 from fedstill.core.errors import FedstillError
 
@@ -43,63 +44,16 @@ app.add_typer(figures.app, name="figure", rich_help_panel="Look")
 app.add_typer(keys.app, name="keys", rich_help_panel="Many machines")
 app.command(name="cache", rich_help_panel="Look")(cache.cache)
 
-# Arguments of a command that are not settings of a run.
-_NOT_SETTINGS = ("method", "methods", "out", "set_", "force", "dry_run", "seeds", "sweep", "jobs", "tensorboard")
+FEDERATION = ("data", "data_dir", "partition", "alpha", "clients", "regions")
+LEARNING = ("participation", "rounds", "epochs", "batch_size", "lr", "model", "seed")
+LOCAL = ("workers", "engine", "device", "eval_every")
 
-WHO, LEARN, HOW = "Who holds what", "What is learnt", "How it is run"
-
-
-def _flag(panel: str, text: str) -> Any:
-    return typer.Option(help=text.replace("[", r"\["), rich_help_panel=panel, show_default=False)
-
-
-Data = Annotated[
-    str | None,
-    _flag(
-        WHO,
-        "Dataset: a name from 'fedstill datasets', a folder, an .npz, a .csv of text, or file.py:function. "
-        "[fashion-mini]",
-    ),
-]
-DataDir = Annotated[str | None, _flag(WHO, "Where dataset files are. [$FEDSTILL_DATA]")]
-Partition = Annotated[
-    str | None,
-    _flag(
-        WHO,
-        "How the data are divided: dirichlet, iid, natural, shards, quantity, dir_balanced, dir_feddf, dir_fedkf, "
-        "dir_fedgen, dir_client_prior. [dirichlet]",
-    ),
-]
-Alpha = Annotated[float | None, _flag(WHO, "Dirichlet concentration: 100 is nearly even, 0.1 is very uneven. [0.1]")]
-Clients = Annotated[
-    int | None, _flag(WHO, "Number of clients; 0 is as many as the data name (natural). [20, or 0 with natural]")
-]
-Seed = Annotated[int | None, _flag(HOW, "The same seed gives the same bits. [0]")]
-Regions = Annotated[
-    int | None, _flag(WHO, "Regions, each a federation of its own between two meetings of all. [1, or 3 with f2l]")
-]
-Participation = Annotated[float | None, _flag(HOW, "Share of the clients that are active in a round, in (0, 1]. [0.2]")]
-Rounds = Annotated[int | None, _flag(HOW, "Communication rounds. [30]")]
-Epochs = Annotated[int | None, _flag(LEARN, "Local epochs a round. [5]")]
-BatchSize = Annotated[int | None, _flag(LEARN, "Local batch size. [32]")]
-Lr = Annotated[float | None, _flag(LEARN, "Local learning rate. [0.05, of text 0.001 with Adam]")]
-Model = Annotated[
-    str | None,
-    _flag(
-        LEARN,
-        "Network: lenet5, resnet8, resnet8-w64, resnet11, resnet18, resnet50, shufflenetv2, cnn, mlp; of text "
-        "transformer, bag, distilbert; or file.py:function. [lenet5, of text transformer]",
-    ),
-]
-Workers = Annotated[int | None, _flag(HOW, "Worker processes; 0 is one a core. [0]")]
-Engine = Annotated[str | None, _flag(HOW, "Where clients run: process, inline (to debug) or flower. [process]")]
-Device = Annotated[str | None, _flag(HOW, "cpu, cuda, cuda:1 and so on, or auto: a GPU if there is one. [cpu]")]
-EvalEvery = Annotated[int | None, _flag(HOW, "Evaluate every so many rounds; 0 is only after the last. [1]")]
-Target = Annotated[float | None, _flag(HOW, "Accuracy, in (0, 1], whose first round is reported. [none]")]
+DataDir = Annotated[str | None, option("data_dir")]
+Device = Annotated[str | None, option("device")]
 Sweep = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="KEY=A,B,…", help="Values to try of any setting; repeated, every combination.", rich_help_panel=HOW
+        metavar="KEY=A,B,…", help="Values to try of any setting; repeated, every combination.", rich_help_panel=RUNNING
     ),
 ]
 Set = Annotated[
@@ -114,11 +68,11 @@ Set = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(help=r"Run directory. \[runs/METHOD-DATA-…]", show_default=False, rich_help_panel=HOW),
+    typer.Option(help=r"Run directory. \[runs/METHOD-DATA-…]", show_default=False, rich_help_panel=RUNNING),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace a run directory that exists.", rich_help_panel=HOW)]
+Force = Annotated[bool, typer.Option("--force", help="Replace a run directory that exists.", rich_help_panel=RUNNING)]
 TensorBoard = Annotated[
-    bool, typer.Option("--tensorboard", help="Also write events for TensorBoard.", rich_help_panel=HOW)
+    bool, typer.Option("--tensorboard", help="Also write events for TensorBoard.", rich_help_panel=RUNNING)
 ]
 DryRun = Annotated[
     bool,
@@ -149,25 +103,10 @@ OwnPretrained = Annotated[
 
 
 @app.command(rich_help_panel="Train")
+@with_settings(*FEDERATION, *LEARNING, *LOCAL)
 def run(
     method: Annotated[str, typer.Argument(help="A method from 'fedstill methods', file.py:Class, or a config.toml.")],
-    data: Data = None,
-    data_dir: DataDir = None,
-    partition: Partition = None,
-    alpha: Alpha = None,
-    clients: Clients = None,
-    regions: Regions = None,
-    participation: Participation = None,
-    rounds: Rounds = None,
-    epochs: Epochs = None,
-    batch_size: BatchSize = None,
-    lr: Lr = None,
-    model: Model = None,
-    seed: Seed = None,
-    workers: Workers = None,
-    engine: Engine = None,
-    device: Device = None,
-    eval_every: EvalEvery = None,
+    settings: Settings,
     out: Out = None,
     set_: Set = None,
     force: Force = False,
@@ -184,31 +123,14 @@ def run(
 
     Settings come from flags, then the file, then defaults.
     """
-    settings = _settings(locals())
     _commands().run(method, settings, set_ or [], out=out, force=force, dry_run=dry_run, tensorboard=tensorboard)
 
 
 @app.command(rich_help_panel="Train")
+@with_settings(*FEDERATION, *LEARNING, *LOCAL, "target")
 def compare(
     methods: Annotated[list[str], typer.Argument(help="Methods from 'fedstill methods', or file.py:Class.")],
-    data: Data = None,
-    data_dir: DataDir = None,
-    partition: Partition = None,
-    alpha: Alpha = None,
-    clients: Clients = None,
-    regions: Regions = None,
-    participation: Participation = None,
-    rounds: Rounds = None,
-    epochs: Epochs = None,
-    batch_size: BatchSize = None,
-    lr: Lr = None,
-    model: Model = None,
-    seed: Seed = None,
-    workers: Workers = None,
-    engine: Engine = None,
-    device: Device = None,
-    eval_every: EvalEvery = None,
-    target: Target = None,
+    settings: Settings,
     seeds: Annotated[int, typer.Option(help="Repeat with so many seeds, from --seed on.", min=1)] = 1,
     sweep: Sweep = None,
     jobs: Annotated[int, typer.Option(help="Runs at a time; 0 is one a core, or one on a GPU.", min=0)] = 0,
@@ -224,7 +146,6 @@ def compare(
 
     A --set that only some of the methods know goes to those. Interrupted, the same command goes on.
     """
-    settings = _settings(locals())
     _commands("compare").compare(
         methods, settings, set_ or [], seeds=seeds, sweeps=sweep or [], jobs=jobs, out=out, force=force
     )
@@ -256,9 +177,11 @@ def rollback(
 
 
 @app.command(rich_help_panel="Many machines")
+@with_settings("data", "data_dir", *LEARNING, "device", "eval_every")
 def serve(
     method: Annotated[str, typer.Argument(help="A method from 'fedstill methods', or a config.toml.")],
     keys: Annotated[Path, typer.Option(help="The directory with the server's certificate and the sites' public keys.")],
+    settings: Settings,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is any.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 9092,
     timeout: Annotated[float, typer.Option(help="Seconds that a site may take to answer.", min=1)] = 600.0,
@@ -270,17 +193,6 @@ def serve(
         bool, typer.Option("--regional", help="The keys are those of regional servers ('fedstill region').")
     ] = False,
     insecure: Insecure = False,
-    data: Data = None,
-    data_dir: DataDir = None,
-    participation: Participation = None,
-    rounds: Rounds = None,
-    epochs: Epochs = None,
-    batch_size: BatchSize = None,
-    lr: Lr = None,
-    model: Model = None,
-    seed: Seed = None,
-    device: Device = None,
-    eval_every: EvalEvery = None,
     out: Out = None,
     set_: Set = None,
 ) -> None:
@@ -290,8 +202,6 @@ def serve(
     fedstill keys trial --site north --site south --host server.example
     fedstill serve fedavg --keys trial --host 0.0.0.0 --rounds 20
     """
-    other = ("keys", "host", "port", "timeout", "wait", "needed", "wait_after", "recount", "regional", "insecure")
-    settings = _settings({k: v for k, v in locals().items() if k not in other and k != "other"})
     importlib.import_module("fedstill.cli.network").serve(
         method, settings, set_ or [], keys=keys, host=host, port=port, out=out, timeout=timeout, wait=wait,
         needed=needed, wait_after=wait_after, recount=recount or [], regional=regional, insecure=insecure,
@@ -472,7 +382,7 @@ def episodes(
     out: Annotated[Path | None, typer.Option(help="Draw the last episode's confusion matrices: PNG, SVG, PDF.")] = None,
     trust_code: TrustCode = False,
 ) -> None:
-    """Show what each meeting of the regions came to, for example after 'fedstill run f2l --set pool=0.1'."""
+    """Show what each aggregation of the regions came to, for example after 'fedstill run f2l --set pool=0.1'."""
     _commands().episodes(directory, classes=classes, out=out)
 
 
@@ -509,15 +419,14 @@ def samples(
 
 
 @app.command(rich_help_panel="Look")
+@with_settings("data", "data_dir", "model")
 def methods(
+    settings: Settings,
     method: Annotated[str | None, typer.Argument(help="Show this one's settings.")] = None,
-    data: Data = None,
-    data_dir: DataDir = None,
-    model: Model = None,
     set_: Set = None,
 ) -> None:
     """List the methods: what crosses the wire, with bytes for the chosen model, and what they need."""
-    _commands().methods(method, _settings(locals()), set_ or [])
+    _commands().methods(method, settings, set_ or [])
 
 
 @app.command(rich_help_panel="Look")
@@ -527,28 +436,19 @@ def datasets(data_dir: DataDir = None) -> None:
 
 
 @app.command(rich_help_panel="Look")
+@with_settings("data", "data_dir", "partition", "alpha", "clients", "seed")
 def partition(
-    data: Data = None,
-    data_dir: DataDir = None,
-    partition: Partition = None,
-    alpha: Alpha = None,
-    clients: Clients = None,
-    seed: Seed = None,
+    settings: Settings,
     out: Annotated[Path, typer.Option(help="The picture: PNG, SVG or PDF.")] = Path("partition.png"),
     set_: Set = None,
 ) -> None:
-    """Draw who holds what: a picture of clients by classes, and a table."""
-    _commands().partition(_settings(locals()), set_ or [], out)
+    """Draw the data partition: a picture of clients by classes, and a table."""
+    _commands().partition(settings, set_ or [], out)
 
 
 def _commands(module: str = "commands") -> ModuleType:
     """The commands' work, imported only now: it brings PyTorch along."""
     return importlib.import_module(f"fedstill.cli.{module}")
-
-
-def _settings(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The flags that were given, by the names of the settings they set."""
-    return {k: v for k, v in arguments.items() if k not in _NOT_SETTINGS and v is not None}
 
 
 def main() -> None:

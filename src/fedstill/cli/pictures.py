@@ -13,7 +13,7 @@ import numpy as np
 from rich.progress import track
 
 from fedstill.analysis.final import FinalModel, distances, refuse_objects
-from fedstill.building.config import DIVISION, FREE, Config, read_toml
+from fedstill.building.config import DIVISION, IRRELEVANT, Config, read_toml
 from fedstill.building.data import divide, load_data
 from fedstill.cli import commands
 from fedstill.core import trust
@@ -49,8 +49,6 @@ from fedstill.running import files
 from fedstill.running.directory import RunDirectory
 from fedstill.studies import toy as toys
 
-# Settings in which runs may differ and still be repetitions: the numbers are the same.
-_SAME = FREE - {"rounds", "eval_every"}
 _PARTITIONS = 4  # that a report shows
 
 
@@ -69,7 +67,7 @@ def bars(directories: list[Path], by: str, metric: str, which: str, out: Path, t
     groups = _finished(_groups(directories, out))
     heads = [group.runs[0] for group in groups]
     setting = by if any(by in run.settings for run in heads) else HYPER + by
-    if setting not in (known := varying(heads, but={"seed", *_SAME})):
+    if setting not in (known := varying(heads, but={"seed", *IRRELEVANT})):
         raise SettingError(
             f"--by {by}: the runs do not differ in it; they do in {', '.join(map(short, known)) or 'nothing'}"
         )
@@ -83,7 +81,7 @@ def bars(directories: list[Path], by: str, metric: str, which: str, out: Path, t
 
 def _series(groups: Sequence[Group], setting: str, metric: str, which: str) -> dict[str, dict[str, list[float]]]:
     """The numbers of all seeds by the value of a setting, for each combination of the other settings."""
-    but = {"seed", setting, *_SAME}
+    but = {"seed", setting, *IRRELEVANT}
     firsts: list[Run] = []  # one run of each series
     for group in groups:
         if not any(alike(first, group.runs[0], but=but) for first in firsts):
@@ -226,7 +224,7 @@ def report(directories: list[Path], out: Path, title: str) -> None:
     if not out.parent.is_dir():
         raise SettingError(f"--out {out}: there is no folder {out.parent}")
     runs = _runs(directories)
-    groups = grouped([run for run in runs if run.summary], free=_SAME)
+    groups = grouped([run for run in runs if run.summary], free=IRRELEVANT)
     notes = [f"Not finished, and left out: {run.path}" for run in runs if not run.summary]
     if not groups:
         raise SettingError(f"no run is finished: continue one with 'fedstill resume {runs[0].path}'")
@@ -311,7 +309,7 @@ def _models(directories: list[Path], out: Path) -> dict[str, FinalModel]:
     """The final model of each run, by a name of its own."""
     commands.check_picture(out, "--out")
     runs = _runs(directories)
-    return dict(zip(distinct_names(runs, but=_SAME), (FinalModel(run.path) for run in runs), strict=True))
+    return dict(zip(distinct_names(runs, but=IRRELEVANT), (FinalModel(run.path) for run in runs), strict=True))
 
 
 def _classes(models: dict[str, FinalModel]) -> tuple[str, ...]:
@@ -324,7 +322,7 @@ def _classes(models: dict[str, FinalModel]) -> tuple[str, ...]:
 
 def _groups(directories: list[Path], out: Path) -> list[Group]:
     commands.check_picture(out, "--out")
-    return grouped(_runs(directories), free=_SAME)
+    return grouped(_runs(directories), free=IRRELEVANT)
 
 
 def _finished(groups: list[Group]) -> list[Group]:

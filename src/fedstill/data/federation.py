@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedstill.core.choices import ALPHA
 from fedstill.core.errors import DataError, SettingError, unknown
 from fedstill.core.seeds import numpy_rng
 from fedstill.data import partition as partitions
@@ -84,7 +85,7 @@ def federate(
     clients: int,
     partition: str = "dirichlet",
     seed: int = 0,
-    alpha: float = 0.5,
+    alpha: float = ALPHA,
     test_fraction: float = 0.2,
     pool: float = 0,
     imbalance_factor: float = 1,

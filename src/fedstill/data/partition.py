@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedstill.core.choices import ALPHA
 from fedstill.core.errors import DataError, SettingError, unknown
 
 IntArray = npt.NDArray[np.int64]
@@ -172,7 +173,7 @@ def _iid(labels: IntArray, clients: int, rng: Generator, *, samples_per_client: 
     return _deal_sizes(_equal_sizes(len(labels), clients, samples_per_client), len(labels), rng)
 
 
-def _quantity(labels: IntArray, clients: int, rng: Generator, *, alpha: float = 0.5, min_size: int = 1) -> IntArray:
+def _quantity(labels: IntArray, clients: int, rng: Generator, *, alpha: float = ALPHA, min_size: int = 1) -> IntArray:
     """Sizes from Dir(alpha), labels as in the whole."""
     _check_enough(len(labels), clients, min_size)
     sizes = _cut(_shares(_log_gammas(alpha, (clients,), rng)), len(labels))
@@ -224,7 +225,7 @@ def _natural(
     return number[where.reshape(-1)]
 
 
-def _dirichlet(labels: IntArray, clients: int, rng: Generator, *, alpha: float = 0.5, min_size: int = 1) -> IntArray:
+def _dirichlet(labels: IntArray, clients: int, rng: Generator, *, alpha: float = ALPHA, min_size: int = 1) -> IntArray:
     """Each class is cut by its own Dir(alpha) over the clients.
 
     Redrawn while a client has fewer than `min_size` samples; when the draws are used up, single samples
@@ -236,7 +237,7 @@ def _dirichlet(labels: IntArray, clients: int, rng: Generator, *, alpha: float =
 
 
 def _dir_balanced(
-    labels: IntArray, clients: int, rng: Generator, *, alpha: float = 0.5, min_size: int = 10
+    labels: IntArray, clients: int, rng: Generator, *, alpha: float = ALPHA, min_size: int = 10
 ) -> IntArray:
     """As `dirichlet`, but a client that holds its N/K samples gets no further class (NIID-Bench, MOON)."""
     _check_enough(len(labels), clients, min_size)
@@ -251,7 +252,7 @@ def _dir_fedgen(
     clients: int,
     rng: Generator,
     *,
-    alpha: float = 0.5,
+    alpha: float = ALPHA,
     min_size: int = 10,
     ratio: float = 0.5,
 ) -> IntArray:
@@ -268,7 +269,7 @@ def _dir_fedgen(
 
 
 def _dir_feddf(
-    labels: IntArray, clients: int, rng: Generator, *, alpha: float = 0.5, min_share: float = 0.5
+    labels: IntArray, clients: int, rng: Generator, *, alpha: float = ALPHA, min_share: float = 0.5
 ) -> IntArray:
     """`dir_balanced` inside groups of ten clients, then one list cut again into equal slices (FedDF).
 
@@ -295,7 +296,7 @@ def _dir_feddf(
     return owner
 
 
-def _dir_fedkf(labels: IntArray, clients: int, rng: Generator, *, alpha: float = 0.5, min_size: int = 1) -> IntArray:
+def _dir_fedkf(labels: IntArray, clients: int, rng: Generator, *, alpha: float = ALPHA, min_size: int = 1) -> IntArray:
     """Dir(alpha) inside groups of C clients whose largest shares take turns (FedKF).
 
     FedKF redraws until the largest share of a class falls to a client that has not had its turn. Clients
@@ -334,7 +335,7 @@ def _dir_client_prior(
     clients: int,
     rng: Generator,
     *,
-    alpha: float = 0.5,
+    alpha: float = ALPHA,
     size_sigma: float = 0.0,
     samples_per_client: int = 0,
     min_size: int = 1,

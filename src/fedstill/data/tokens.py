@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from fedstill.core.choices import SMALLEST_VOCABULARY
 from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.data import download
 from fedstill.data.formats.decoded import Array
 
-FEWEST = 3 + 256  # padding, the marks of a text's start and end, and every byte
 PADDING = {"[PAD]", "<pad>", "<PAD>"}  # what token 0 may be called
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # what a name on the hub may look like
 _CHUNK = 4096  # texts at a time, so that temporary copies stay small
@@ -48,8 +48,8 @@ def trained(texts: Sequence[str], vocabulary: int) -> str:
     """
     library = _library()
     bytes_, special = library.pre_tokenizers.ByteLevel(add_prefix_space=True), ("[CLS]", "[SEP]")
-    if vocabulary < FEWEST:
-        raise SettingError(f"vocabulary = {vocabulary}: at least {FEWEST} tokens are needed")
+    if vocabulary < SMALLEST_VOCABULARY:
+        raise SettingError(f"vocabulary = {vocabulary}: at least {SMALLEST_VOCABULARY} tokens are needed")
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.normalizer = library.normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = bytes_

@@ -306,7 +306,7 @@ class _RegionRun:
 
     def _setup(self) -> Setup:
         config, federation = self._config, self._registry.federation
-        settings = config.model_copy(update=self._table.of_its_own())
+        settings = config.model_copy(update=self._table.overrides())
         local = replace(local_training(settings, federation), steps_per_epoch=self.run_info["steps"][self._number])
         task = make_task(config, federation, self._whole).trained_as(local)
         name = self._table.name or f"region {self._number + 1}"

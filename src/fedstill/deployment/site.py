@@ -208,7 +208,7 @@ class Site:
         tables = config.each_region()
         found = []
         for table, count in zip(tables, run["steps"] or [0] * len(tables), strict=True):
-            local = local_training(config.model_copy(update=table.of_its_own()), federation)
+            local = local_training(config.model_copy(update=table.overrides()), federation)
             inside = regional_method(table, config, method)
             found.append(
                 (table.method or config.method, (task.trained_as(replace(local, steps_per_epoch=count)), inside))

@@ -175,6 +175,7 @@ class Method:
     server_keys: ClassVar[tuple[str, ...]] = ()
     client_keys: ClassVar[tuple[str, ...]] = ()
     streams: ClassVar[tuple[str, ...]] = ()
+    default_regions: ClassVar[int] = 1  # unless `regions` is set; more: it is made to aggregate regions
 
     def needs(self) -> Needs:
         """What this method, with these settings, asks for."""

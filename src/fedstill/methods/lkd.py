@@ -173,6 +173,7 @@ class F2L(LKD):
     """Regions teach the global model by LKD while they disagree on a class, and are averaged once they agree."""
 
     name: ClassVar[str] = "f2l"
+    default_regions: ClassVar[int] = 3
 
     epsilon: Annotated[float, Ge(0), "the disagreement from which LKD is used"] = 0.1
     reduce: Annotated[Literal["max", "mean", "l2"], "how the classes' disagreements become one number"] = "max"

@@ -7,7 +7,7 @@ import importlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any, get_type_hints
@@ -84,6 +84,11 @@ def find(name: str) -> list[type[Method]]:
     """The classes that a name stands for: a method, by its id or as `file.py:Class`, and what is composed with it."""
     first, *others = split(name)
     return [_method(first), *(_composed(other, first) for other in others)]
+
+
+def default_regions(parts: Sequence[Method | type[Method]]) -> int:
+    """How many regions a composed method has by default: as many as any of its parts is made for."""
+    return max(part.default_regions for part in parts)
 
 
 def split(name: str) -> list[str]:

@@ -13,9 +13,6 @@ from torch import nn
 
 from fedstill.building.config import (
     DIVISION,
-    IMAGE_MODEL,
-    TEXT_MODEL,
-    TEXT_TRAINING,
     Config,
     anchored,
     is_object,
@@ -27,7 +24,6 @@ from fedstill.core import device as devices
 from fedstill.core.errors import SettingError
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
-from fedstill.data.sources import is_text as is_text_name
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Worker
 from fedstill.methods import registry
@@ -73,12 +69,6 @@ def run(
     >>> result.summary["rounds"]
     1
     """
-    dataset = data.dataset if isinstance(data, Federation) else data
-    is_text = is_text_name(dataset) if isinstance(dataset, str) else dataset.vocabulary > 0
-    if model is None:
-        model = TEXT_MODEL if is_text else IMAGE_MODEL
-    if is_text and not TEXT_TRAINING.keys() & settings.keys():
-        settings |= TEXT_TRAINING
     config = _config(method, data, model, proxy, settings)
     own: dict[str, Any] = {
         "proxy": None if isinstance(proxy, str) else proxy,
@@ -176,17 +166,21 @@ def run_in_directory(
         directory.release()
 
 
-def _config(method: str | Method, data: object, model: object, proxy: object, settings: dict[str, Any]) -> Config:
+def _config(
+    method: str | Method, data: str | Dataset | Federation, model: object, proxy: object, settings: dict[str, Any]
+) -> Config:
     if isinstance(data, Federation):
         if settled := sorted(DIVISION & set(settings)):
             raise SettingError(f"{settled[0]} cannot be set: the data are a Federation, divided already")
         settings = settings | {"clients": data.clients, "partition": "natural"}
-    named = {"method": method, "data": data, "model": model, "proxy": proxy}
+    dataset = data.dataset if isinstance(data, Federation) else data
+    text = isinstance(dataset, Dataset) and dataset.vocabulary > 0
+    named = {"method": method, "data": data, "proxy": proxy} | ({} if model is None else {"model": model})
     for name, value in named.items():
         if not isinstance(value, str):
             named[name] = f"<{getattr(value, '__name__', type(value).__name__)}>"
     if isinstance(method, Method):
-        if any(part.name == "f2l" for part in method.parts()) and "region" not in settings:
-            settings = {"regions": 3} | settings
-        return resolve(settings | named | {"hyper": registry.settings_of(method)}, custom_method=True)
-    return resolve(settings | named)
+        given = settings | named | {"hyper": registry.settings_of(method)}
+        regions = registry.default_regions(method.parts())
+        return resolve(given, custom_method=True, text=text, default_regions=regions)
+    return resolve(settings | named, text=text)

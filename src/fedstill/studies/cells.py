@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from fedstill.building.config import FREE, Config, anchored
+from fedstill.building.config import IRRELEVANT, Config, anchored
 from fedstill.building.data import data_source, load_data
 from fedstill.building.setup import prepare
 from fedstill.core.device import CPU, find
@@ -31,8 +31,6 @@ from fedstill.running.machine import check_engine, cores, one_thread
 log = logging.getLogger(__name__)
 
 _CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-# Settings that may differ between a run that is there and the one that is wanted: the numbers are the same.
-IRRELEVANT = FREE - {"rounds", "eval_every"}
 
 
 @dataclass(frozen=True)

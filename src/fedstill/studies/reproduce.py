@@ -16,14 +16,14 @@ import torch
 from torch.nn import functional as F
 
 from fedstill.aggregate.mean import weighted_mean
-from fedstill.building.config import Config, anchored
+from fedstill.building.config import IRRELEVANT, Config, anchored
 from fedstill.building.setup import prepare
 from fedstill.methods import registry
 from fedstill.metrics.statistics import Spread, spread
 from fedstill.running.directory import Record
 from fedstill.running.machine import cores, one_thread
 from fedstill.studies import presets
-from fedstill.studies.cells import IRRELEVANT, Cell
+from fedstill.studies.cells import Cell
 from fedstill.studies.comparison import to_target
 from fedstill.studies.presets import METRICS, Point, Preset, Scale
 from fedstill.studies.reteach import SavedEpisode

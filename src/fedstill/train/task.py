@@ -11,15 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core import seeds
+from fedstill.core.choices import BufferPolicy, Precision
 from fedstill.core.device import CPU, current, on, to_current_device
 from fedstill.core.weights import FlatNet
 from fedstill.data.augment import Augmentation
 from fedstill.data.dataset import Dataset
 from fedstill.models.base import Classifier
 from fedstill.models.norms import norms
-
-BufferPolicy = Literal["average", "local", "drop"]
-Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)

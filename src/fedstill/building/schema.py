@@ -1,0 +1,247 @@
+"""Every setting of a run, with its type, default, bounds and meaning. Light: the flags of commands come from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+
+from fedstill.core.choices import ALPHA, SMALLEST_VOCABULARY, AttackKind, BufferPolicy, Precision
+
+IMAGE_MODEL, TEXT_MODEL = "lenet5", "transformer"  # unless another is named
+TEXT_TRAINING = {"optimizer": "adam", "lr": 0.001}  # unless either is set: plain SGD hardly moves embeddings
+
+
+class RegionSettings(BaseModel):
+    """What one region has of its own; what is not set is as in the rest of the run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    name: str = ""
+    clients: NonNegativeInt | list[NonNegativeInt] = Field(
+        0, description="how many clients, or which; 0: an equal share"
+    )
+    joins: int = Field(1, ge=1, description="its first round")
+    leaves: int = Field(0, ge=0, description="the first round without it; 0: it stays")
+    method: str = Field("", description="the method inside the region")
+    hyper: dict[str, Any] = Field(default_factory=dict, description="that method's own settings")
+    participation: float | None = Field(None, gt=0, le=1)
+    epochs: int | None = Field(None, ge=1)
+    batch_size: int | None = Field(None, ge=1)
+    optimizer: Literal["sgd", "adam"] | None = None
+    lr: float | None = Field(None, gt=0)
+    momentum: float | None = Field(None, ge=0, lt=1)
+    weight_decay: float | None = Field(None, ge=0)
+
+    def overrides(self) -> dict[str, Any]:
+        """The settings of the run that have another value in the region."""
+        names = ("participation", "epochs", "batch_size", "optimizer", "lr", "momentum", "weight_decay")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+class Config(BaseModel):
+    """Every setting of a run, with its default and meaning. A method's own are in `hyper`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    method: str = Field("fedavg", description="method id, or file.py:Class")
+    # data partition
+    data: str = Field(
+        "fashion-mini",
+        description="dataset: a name from 'fedstill datasets', a folder, an .npz, a .csv of text, or file.py:function",
+    )
+    data_dir: str = Field("", description="where dataset files are; empty: $FEDSTILL_DATA")
+    image_size: int = Field(0, ge=0, description="resize images to this; 0: as the model needs, else as they are")
+    tokenizer: str = Field(
+        "",
+        description="of text: a file, folder or hub name, or public text to train one on; empty: the pretrained "
+        "encoder's own, else trained on the training texts",
+    )
+    vocabulary: int = Field(8000, ge=SMALLEST_VOCABULARY, description="tokens of a tokenizer that is trained, at most")
+    max_length: int = Field(128, ge=3, description="tokens that a text is cut to")
+    fraction: float = Field(1.0, gt=0, le=1, description="share of the training data used, of each class")
+    imbalance_factor: float = Field(1.0, ge=1, description="long tail: largest class over smallest; 1: as it is")
+    pool: float = Field(0.0, ge=0, description="samples the server holds: a count, or a share if below 1")
+    proxy: str = Field("", description='unlabelled data for methods that need them: a dataset, or "pool"')
+    proxy_size: int = Field(
+        1000, ge=1, description="proxy samples, balanced over the classes of their own dataset; at most all"
+    )
+    partition: str = Field(
+        "dirichlet",
+        description="how the data are divided among clients: dirichlet, iid, natural, shards, quantity, dir_balanced, "
+        "dir_feddf, dir_fedkf, dir_fedgen or dir_client_prior",
+    )
+    clients: int = Field(
+        20, ge=0, description="number of clients; 0: as many as the data name; default with natural: 0"
+    )
+    alpha: float = Field(
+        ALPHA, gt=0, description="Dirichlet concentration: 100 is nearly even, 0.1 is very heterogeneous"
+    )
+    min_size: int = Field(-1, ge=-1, description="fewest samples a client may get; -1: the partition's own")
+    shards_per_client: int = Field(2, ge=1, description="shards, of about one class each, that a client gets (shards)")
+    size_sigma: float = Field(0.0, ge=0, description="log-normal spread of the clients' sizes (dir_client_prior)")
+    min_share: float = Field(0.5, ge=0, lt=1, description="smallest share of a mean client's size (dir_feddf)")
+    ratio: float = Field(0.5, gt=0, le=1, description="share of the data used (dir_fedgen)")
+    samples_per_client: int = Field(0, ge=0, description="samples a client keeps at most; 0: all")
+    test_fraction: float = Field(0.2, ge=0, lt=1, description="share of a client's data held out for its own test")
+    local_test: Literal["split", "matched", "shared"] = Field(
+        "split",
+        description="a client's test data: split from its own, drawn from the test set in the same proportions, or "
+        "1/clients of the test samples of each class it has",
+    )
+    # model
+    model: str = Field(
+        IMAGE_MODEL,
+        description="network: lenet5, resnet8, resnet8-w64, resnet11, resnet18, resnet50, shufflenetv2, cnn, mlp; of "
+        "text transformer, bag, distilbert; or file.py:function; default on text: transformer",
+    )
+    model_options: dict[str, Any] = Field(default_factory=dict, description="options of the network")
+    augment: str = Field(
+        "", description='random changes of training images, e.g. "crop,flip" or "flip,rotate:15,scale:0.8-1.0"'
+    )
+    buffers: BufferPolicy = Field(
+        "average", description="BatchNorm statistics: average them, keep them local, or drop them"
+    )
+    # training
+    rounds: int = Field(30, ge=1, description="communication rounds")
+    participation: float = Field(0.2, gt=0, le=1, description="share of the clients that are active in a round")
+    epochs: int = Field(5, ge=1, description="local epochs a round")
+    local_unit: Literal["epochs", "equal_steps"] = Field(
+        "epochs", description="an epoch is a pass over the client's data, or the same number of steps for all"
+    )
+    batch_size: int = Field(32, ge=1, description="local batch size")
+    optimizer: Literal["sgd", "adam"] = Field(
+        "sgd", description="local optimiser; default on text, if lr is not set: adam"
+    )
+    lr: float = Field(0.05, gt=0, description="local learning rate; default on text, if optimizer is not set: 0.001")
+    lr_decay: float = Field(1.0, gt=0, le=1, description="factor on lr after each round")
+    momentum: float = Field(0.0, ge=0, lt=1, description="local momentum (sgd)")
+    weight_decay: float = Field(0.0, ge=0, description="local weight decay")
+    clip: float = Field(0.0, ge=0, description="largest gradient norm; 0: no clipping")
+    precision: Precision = Field(
+        "float32", description="number format of passes through the network; weights stay in float32"
+    )
+    # regions
+    regions: int = Field(
+        1,
+        ge=1,
+        description="regions, each a federation of its own until the end of an episode; 1: none; default with f2l: 3",
+    )
+    rounds_per_episode: int = Field(5, ge=1, description="rounds after which the regions' models are merged")
+    fixed_regions: bool = Field(True, description="clients stay in their region; else they are dealt anew each episode")
+    region: list[RegionSettings] = Field(default_factory=list, description="what single regions have of their own")
+    save_teachers: bool = Field(False, description="keep the regions' models of each episode, for 'fedstill reteach'")
+    late_clients: int = Field(0, ge=0, description="clients, the last ones, that are not there from the start")
+    late_from: int = Field(1, ge=1, description="first round of the late clients")
+    # attacks
+    attack: AttackKind = Field("", description="what malicious clients do: to their labels, or to what they send")
+    attackers: int = Field(0, ge=0, description="number of malicious clients, drawn among those that have data")
+    attack_class: int = Field(
+        0, ge=0, description="class that malicious clients give to all their samples (label-flip)"
+    )
+    attack_scale: float = Field(
+        1.0,
+        ge=-1e30,
+        le=1e30,
+        description="noise: its spread over each layer's own; scale: the factor on the update; sign-flip, count, ipm: "
+        "minus that factor; alie: spreads from the honest mean; buffers, extra: the number that is sent",
+    )
+    # running
+    seed: int = Field(0, ge=0, description="the same seed gives the same bits")
+    engine: Literal["process", "inline", "flower"] = Field(
+        "process",
+        description="where clients run: worker processes, inline in this one (to debug), or Flower's simulation engine",
+    )
+    workers: int = Field(
+        0, ge=0, description="worker processes, and threads for a server's predictions; 0: one a core; not on a GPU"
+    )
+    device: str = Field(
+        "cpu",
+        description="where to compute: cpu, cuda, cuda:1 and so on, or auto (a GPU if there is one); on a GPU all work "
+        "is done in this process",
+    )
+    together: int = Field(
+        1, ge=1, description="clients of equal size trained at once (vmap); for GPUs, on a CPU slower"
+    )
+    eval_every: int = Field(1, ge=0, description="evaluate every so many rounds; 0: only after the last")
+    checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
+    keep_checkpoints: int = Field(2, ge=2, description="checkpoints kept, to which 'fedstill rollback' can go back")
+    save_models: int = Field(0, ge=0, description="keep the global model every so many rounds; 0: none")
+    min_clients: int = Field(1, ge=1, description="stop if fewer clients of a round (and region) give a usable answer")
+    round_retries: int = Field(
+        5, ge=0, description="served: how often a round without enough usable answers is tried again"
+    )
+    max_update_ratio: float = Field(
+        100.0,
+        ge=0,
+        description="served: an update longer than so many times the round's median is dropped; 0: none is",
+    )
+    max_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="served: the largest share of all samples (and tests) that a site counts with; 0: 0.75 of three "
+        "sites, 0.6 of four, half of more; 1: no limit",
+    )
+    target: float = Field(0.0, ge=0, le=1, description="accuracy whose first round is reported; 0: none")
+    hyper: dict[str, Any] = Field(default_factory=dict, description="the method's own settings")
+
+    @property
+    def flat(self) -> bool:
+        """Whether there are no regions."""
+        return self.regions == 1 and not self.region
+
+    def each_region(self) -> list[RegionSettings]:
+        """What each region has of its own, if anything."""
+        return self.region or [RegionSettings.model_validate({})] * self.regions
+
+    def toml(self) -> str:
+        """The configuration as TOML, all settings written out."""
+        return tomli_w.dumps(_writable(self.model_dump()))
+
+
+# Settings of the data partition: of no use where the data are divided already.
+DIVISION = {
+    *("fraction", "imbalance_factor", "pool", "partition", "clients", "alpha", "min_size", "shards_per_client"),
+    *("size_sigma", "min_share", "ratio", "samples_per_client", "test_fraction", "local_test"),
+}
+# Settings that a run may be resumed with another value of: they do not change what is computed, but for
+# rounding (device, together) and for which answers of sites are refused (min_clients, max_update_ratio).
+CHANGEABLE = {
+    "rounds",
+    "workers",
+    "engine",
+    "device",
+    "together",
+    "eval_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "min_clients",
+    "round_retries",
+    "max_update_ratio",
+    "target",
+    "data_dir",
+    "save_teachers",
+    "save_models",
+}
+# Settings that may differ between two runs whose numbers are the same.
+IRRELEVANT = CHANGEABLE - {"rounds", "eval_every"}
+
+
+def fixed(config: Config) -> dict[str, str]:
+    """The settings that must stay the same while a run goes on, as text."""
+    return {name: repr(value) for name, value in config.model_dump().items() if name not in CHANGEABLE}
+
+
+def _writable(node: Any) -> Any:
+    """What TOML can say of a value: None is left out, an object of the user's own is named."""
+    if isinstance(node, Mapping):
+        return {str(k): _writable(v) for k, v in node.items() if v is not None}
+    if isinstance(node, list | tuple):
+        return [_writable(v) for v in node if v is not None]
+    if isinstance(node, PurePath):
+        return str(node)
+    return node if isinstance(node, bool | int | float | str) else f"<{type(node).__name__}>"

@@ -1,0 +1,82 @@
+"""Flags for the settings of a run, made from `Config`: its names, types, defaults, bounds and descriptions."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from fedstill.building.schema import Config
+
+Settings = dict[str, Any]  # the settings that were given as flags, by name
+PARTITION, TRAINING, RUNNING = "Data partition", "Training", "Running"  # panels of the help
+_PANELS = {
+    PARTITION: ("data", "data_dir", "partition", "alpha", "clients", "regions"),
+    TRAINING: ("rounds", "participation", "epochs", "batch_size", "lr", "model"),
+}
+_PARAMETER = "settings"
+_BOUNDS = {"gt": "above {:g}", "ge": "at least {:g}", "lt": "below {:g}", "le": "at most {:g}"}
+
+
+def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command a flag for each of these settings; its parameter `settings` holds those that are used.
+
+    The flags do not check bounds themselves: a value is checked in one place, wherever it comes from.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_flags(**arguments: Any) -> None:
+            given = {name: value for name in names if (value := arguments.pop(name)) is not None}
+            command(**arguments, **{_PARAMETER: given})
+
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(command, eval_str=True).parameters.values():
+            parameters += [_flag(name) for name in names] if parameter.name == _PARAMETER else [parameter]
+        with_flags.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return with_flags
+
+    return decorate
+
+
+def option(name: str) -> Any:
+    """The option of one setting, for `Annotated`."""
+    field = Config.model_fields[name]
+    panel = next((panel for panel, names in _PANELS.items() if name in names), RUNNING)
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    metavar = f"[{'|'.join(choices)}]" if choices else None
+    return typer.Option(help=help_text(field), rich_help_panel=panel, show_default=False, metavar=metavar)
+
+
+def help_text(field: FieldInfo) -> str:
+    """What a setting means, with its default and its bounds.
+
+    >>> help_text(Config.model_fields["epochs"])
+    'Local epochs a round. \\\\[default: 5; at least 1]'
+    """
+    text = field.description or ""
+    bounds = [
+        words.format(getattr(bound, key))
+        for bound in field.metadata
+        for key, words in _BOUNDS.items()
+        if hasattr(bound, key)
+    ]
+    default = f"default: {field.default}" if field.default != "" else ""
+    limits = "; ".join(part for part in (default, ", ".join(bounds)) if part)
+    shown = f"{text[:1].upper()}{text[1:]}." + (f" [{limits}]" if limits else "")
+    return shown.replace("[", r"\[")  # no markup
+
+
+def _flag(name: str) -> inspect.Parameter:
+    annotation = Config.model_fields[name].annotation
+    kind: Any = str if get_origin(annotation) is Literal else annotation
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=None,
+        annotation=Annotated[kind | None, option(name)],
+    )

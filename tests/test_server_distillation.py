@@ -22,6 +22,7 @@ from fedstill.building.setup import Setup, prepare
 from fedstill.core.store import Store
 from fedstill.data.proxy import match_channels
 from fedstill.distill import stage
+from fedstill.distill.auxiliary import Generator
 from fedstill.distill.ensemble import diversity, label_weights, normalised
 from fedstill.distill.generators import ConditionalGenerator, ShrinkingGenerator, TransposedGenerator
 from fedstill.methods import registry
@@ -476,14 +477,22 @@ def test_a_client_that_leaves_its_predictions_out_has_no_say(tmp_path: Path) -> 
     assert not torch.allclose(models[0], average, rtol=1e-5, atol=1e-7)
 
 
+class Gaussian(Generator):
+    """Draws from N(-1, 1), as constant images."""
+
+    def draw(self, count: int, noise: torch.Generator, y: Tensor | None = None) -> Tensor:
+        value = -1 + torch.randn(count, 1, 1, 1, generator=noise)
+        nothing = sum(p.sum() for p in self.net.params)
+        return value.expand(-1, 1, 4, 4) + 0 * nothing
+
+
 @dataclass(frozen=True)
 class KnownDensity(DaFKD):
-    """DaFKD whose generator draws from N(-1, 1), as constant images."""
+    """DaFKD whose generator has a density that is known."""
 
-    def make(self, task: Task, count: int, noise: torch.Generator) -> torch.Tensor:
-        value = -1 + torch.randn(count, 1, 1, 1, generator=noise)
-        nothing = sum(p.sum() for p in self.generator(task).net.params)
-        return value.expand(-1, 1, 4, 4) + 0 * nothing
+    def generator(self, task: Task) -> Generator:
+        plain = super().generator(task)
+        return Gaussian(task, plain.role, plain.purpose, plain.make, plain.z_dim)
 
 
 class MeanPixel(fedstill.Classifier):

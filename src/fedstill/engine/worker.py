@@ -111,11 +111,9 @@ class Worker:
             x, y = self._stored(request)
             found = score(self.task, down["model"], x, y)
             # Where a test set is a client's own, only how often the model is right on it is anybody's business.
-            return (
-                found
-                if request.source == "test"
-                else {"right": (found["predicted"] == to_current_device(y)).to(torch.int8)}
-            )
+            if request.source == "test":
+                return found
+            return {"right": (found["predicted"] == to_current_device(y)).to(torch.int8)}
         if isinstance(request, Train) and self.regional:
             task, method = self.regional[request.region]
             return replace(self, task=task, method=method, regional=()).handle(request, down)

@@ -22,7 +22,7 @@ from fedstill.methods import registry
 from fedstill.methods.base import Method, Part, Server, Uplink, Wire
 from fedstill.train.client import Client
 from fedstill.train.task import Task
-from support.byhand import Crossing, record_crossings
+from support.recorder import Round, record_rounds
 from support.runs import SMALL, RunSmall, numbers, weights
 
 QUICK: dict[str, Any] = {
@@ -40,16 +40,16 @@ def prepared(method: str = "fedavg", **settings: Any) -> Setup:
     return prepare(resolve({**SMALL, **QUICK, "method": method, **settings}))
 
 
-def uploads(crossings: list[Crossing]) -> dict[int, Message]:
+def uploads(crossings: list[Round]) -> dict[int, Message]:
     """What each client sent in the first round."""
-    return dict(zip(crossings[0].cohort, crossings[0].up, strict=True))
+    return crossings[0].up
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "feddistill-plus"])
 def test_honest_clients_send_the_same_bits_and_attackers_do_not(
     run_small: RunSmall, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     run_small(method, **QUICK)
     honest = uploads(crossings)
     attackers = prepared(attack="noise", attackers=2).attack.clients
@@ -80,7 +80,7 @@ class Labels(fedstill.FedAvg):
 def test_label_attacks_change_the_attackers_training_labels_alone(
     run_small: RunSmall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     found = []
     kinds: list[AttackKind] = ["label-flip", "mirror-flip"]
     for settings in ({}, *({"attack": kind, "attackers": 2, "attack_class": 3} for kind in kinds)):
@@ -117,7 +117,7 @@ def normed() -> nn.Module:
 def test_update_attacks_are_what_their_formulas_say(
     run_small: RunSmall, monkeypatch: pytest.MonkeyPatch, kind: AttackKind
 ) -> None:
-    crossings, settings = record_crossings(monkeypatch), QUICK | {"model": normed, "model_options": {}, "seed": 4}
+    crossings, settings = record_rounds(monkeypatch), QUICK | {"model": normed, "model_options": {}, "seed": 4}
     scale = 2.0 if kind == "noise" else ON_UPDATES[kind]
     run_small(**settings)
     run_small(**settings, attack=kind, attackers=2, attack_scale=scale)
@@ -143,13 +143,13 @@ def test_update_attacks_are_what_their_formulas_say(
 def test_the_noise_is_another_in_every_round_and_for_every_client(
     run_small: RunSmall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crossings, settings = record_crossings(monkeypatch), QUICK | {"rounds": 2, "lr": 1e-30}
+    crossings, settings = record_rounds(monkeypatch), QUICK | {"rounds": 2, "lr": 1e-30}
     run_small(**settings, attack="noise", attackers=2)
     attackers = prepared(attack="noise", attackers=2).attack.clients
     noise = [
         (up["model"] - crossing.down["model"]) / crossing.down["model"][:2048].std()
         for crossing in crossings
-        for k, up in zip(crossing.cohort, crossing.up, strict=True)
+        for k, up in crossing.up.items()
         if k in attackers
     ]
     assert len(noise) == 4
@@ -189,20 +189,21 @@ def test_the_same_bits_on_any_engine_and_after_an_interruption(
 
 
 def test_attackers_attack_inside_their_regions(run_small: RunSmall, monkeypatch: pytest.MonkeyPatch) -> None:
-    crossings, settings = record_crossings(monkeypatch), QUICK | {"regions": 2}
+    crossings, settings = record_rounds(monkeypatch), QUICK | {"regions": 2}
     run_small(**settings)
     run_small(**settings, attack="sign-flip", attackers=2)
     attackers = prepared(**settings, attack="sign-flip", attackers=2).attack.clients
     for plain, attacked in zip(crossings[:2], crossings[2:], strict=True):
-        for k, one, other in zip(plain.cohort, plain.up, attacked.up, strict=True):
-            assert torch.equal(one["model"], other["model"]) == (k not in attackers)
+        assert plain.cohort == attacked.cohort
+        for k, up in plain.up.items():
+            assert torch.equal(up["model"], attacked.up[k]["model"]) == (k not in attackers)
 
 
 def attacked(
     run_small: RunSmall, patch: pytest.MonkeyPatch, kind: str, method: str = "fedavg", **settings: Any
-) -> tuple[Crossing, list[Uplink], frozenset[int]]:
+) -> tuple[Round, list[Uplink], frozenset[int]]:
     """What crossed in one round, what the method got of it, and who attacked."""
-    crossings, given = record_crossings(patch), QUICK | settings
+    crossings, given = record_rounds(patch), QUICK | settings
     received: list[Uplink] = []
     aggregate = type(registry.make(method)).aggregate
 
@@ -225,7 +226,7 @@ def test_a_boosted_sign_flip_is_a_negative_scale(run_small: RunSmall) -> None:
 
 def test_count_claims_what_nobody_has(run_small: RunSmall, monkeypatch: pytest.MonkeyPatch) -> None:
     crossing, _, attackers = attacked(run_small, monkeypatch, "count")
-    for k, claimed in zip(crossing.cohort, crossing.samples, strict=True):
+    for k, claimed in crossing.samples.items():
         assert (claimed == 10**8) == (k in attackers)
 
 
@@ -234,11 +235,11 @@ def test_buffers_and_extra_send_the_number_that_is_set(run_small: RunSmall, monk
         batchnorm: dict[str, Any] = {"model": normed, "model_options": {}, "attack_scale": 1e12}
         crossing, _, attackers = attacked(run_small, patch, "buffers", **batchnorm)
     trainable = FlatNet(normed()).trainable
-    for k, up in zip(crossing.cohort, crossing.up, strict=True):
+    for k, up in crossing.up.items():
         assert bool((up["model"][trainable:] == 1e12).all()) == (k in attackers)
         assert float(up["model"][:trainable].abs().max()) < 10
     crossing, _, attackers = attacked(run_small, monkeypatch, "extra", "scaffold", attack_scale=1e3)
-    for k, up in zip(crossing.cohort, crossing.up, strict=True):
+    for k, up in crossing.up.items():
         assert bool((up["c_change"] == 1e3).all()) == (k in attackers)
 
 
@@ -249,7 +250,7 @@ def test_colluding_attackers_send_what_their_formulas_say(
     crossing, received, attackers = attacked(run_small, monkeypatch, kind, attack_scale=scale)
     assert [up.client for up in received] == crossing.cohort
     w_t = crossing.down["model"].double().numpy()
-    learnt = {k: up["model"].double().numpy() for k, up in zip(crossing.cohort, crossing.up, strict=True)}
+    learnt = {k: up["model"].double().numpy() for k, up in crossing.up.items()}
     honest = np.array([w for k, w in learnt.items() if k not in attackers])
     sent = [up["model"].double().numpy() for up in received if up.client in attackers]
     assert len(sent) == 2
@@ -277,7 +278,7 @@ def test_who_knows_the_rule_does_at_least_as_much_harm(
     found = {}
     for kind, scale in (("adaptive", 1.0), ("alie", 1.5), ("ipm", 1.0), ("min-max", 1.0)):
         with monkeypatch.context() as patch:
-            crossings = record_crossings(patch)
+            crossings = record_rounds(patch)
             result = run_small(f"fedavg{rule}", **QUICK, attack=kind, attackers=2, attack_scale=scale)
         attackers = prepared(attack=kind, attackers=2, attack_scale=scale).attack.clients
         w_t = crossings[0].down["model"].double()

@@ -32,7 +32,7 @@ from fedstill.models.base import Classifier
 from fedstill.models.pretrained import Pretrained
 from fedstill.running.directory import RunDirectory
 from support import commandline
-from support.byhand import record_crossings
+from support.recorder import record_rounds
 from support.runs import weights
 
 pytest.importorskip("tokenizers")
@@ -466,7 +466,7 @@ def test_a_folder_without_weights_gives_an_encoder_that_knows_nothing(
 def test_what_lora_freezes_is_neither_sent_nor_kept_nor_changed(
     mini: Dataset, encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crossed = record_crossings(monkeypatch)
+    crossed = record_rounds(monkeypatch)
     settings = of(encoder, lora=2) | {"optimizer": "adam", "lr": 0.01}
     result = fedstill.run(data=mini, out=tmp_path / "run", **settings)
     net = result.model
@@ -476,7 +476,7 @@ def test_what_lora_freezes_is_neither_sent_nor_kept_nor_changed(
     flat = FlatNet(net)
     assert flat.size == flat.trainable == trained
     assert crossed
-    messages = [message for round_ in crossed for message in (round_.down, *round_.up)]
+    messages = [message for round_ in crossed for message in (round_.down, *round_.up.values())]
     assert {tensor.numel() for message in messages for tensor in message.values()} == {trained}
     for file in (tmp_path / "run" / "checkpoints").glob("round-*.safetensors"):
         assert decode(file.read_bytes())["model"].numel() == trained

@@ -16,10 +16,10 @@ from fedstill.core.weights import FlatNet
 from fedstill.models import Classifier
 from fedstill.train.evaluate import Outputs
 from fedstill.train.loop import Batch
+from support.recorder import Round
 from support.runs import SMALL, RunSmall, numbers, weights
 from support.wiretap import (
     LR,
-    Round,
     assert_as_declared,
     assert_same_network,
     assert_same_tree,

@@ -14,7 +14,8 @@ from fedstill.methods.feddyn import FedDyn
 from fedstill.running.api import Result
 from fedstill.running.directory import RunDirectory
 from support import commandline
-from support.byhand import OnQuadratic, Point, Problem, Uplinks, normed_net, record_crossings, tiny_server
+from support.byhand import OnQuadratic, Point, Problem, Uplinks, normed_net, tiny_server
+from support.recorder import record_rounds
 from support.runs import RunSmall
 
 PROBLEM = Problem.random(sizes=(2, 6, 4, 1, 3))
@@ -56,7 +57,7 @@ def test_batchnorm_statistics_are_the_uniform_mean_of_the_active_clients(tmp_pat
 @pytest.mark.parametrize("participation", [1.0, 0.4])
 def test_a_run_equals_the_rules_written_out(monkeypatch: pytest.MonkeyPatch, participation: float) -> None:
     alpha, lr, total = 0.3, 0.1, 5
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     end = PROBLEM.run(FedDynOnQuadratic(alpha=alpha), rounds=12, participation=participation, lr=lr, epochs=2)
 
     w, h = np.zeros(3), np.zeros((total, 3))
@@ -75,11 +76,11 @@ def test_a_run_equals_the_rules_written_out(monkeypatch: pytest.MonkeyPatch, par
 
 
 def test_every_client_keeps_its_own_h(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     PROBLEM.result(FedDynOnQuadratic(alpha=0.3), rounds=6, participation=0.4, lr=0.1, out=tmp_path / "run")
     h: dict[int, torch.Tensor] = {}
     for crossing in crossings:
-        for k, up in zip(crossing.cohort, crossing.up, strict=True):
+        for k, up in crossing.up.items():
             h[k] = h.get(k, torch.zeros(3, dtype=torch.float64)) + (up["model"] - crossing.down["model"])
     store = RunDirectory(tmp_path / "run").client_store
     for k in range(5):
@@ -91,20 +92,20 @@ def test_every_client_keeps_its_own_h(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_the_first_rounds_clients_do_what_fedprox_does(run_small: RunSmall, monkeypatch: pytest.MonkeyPatch) -> None:
     """h_k is zero at first, which leaves (alpha/2) ||w - w_t||^2."""
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     run_small(FedDyn(alpha=0.2), rounds=1)
     run_small("fedprox", mu=0.2, rounds=1)
     dyn, prox = crossings
     assert dyn.cohort == prox.cohort
-    assert all(torch.equal(a["model"], b["model"]) for a, b in zip(dyn.up, prox.up, strict=True))
+    assert all(torch.equal(a["model"], b["model"]) for a, b in zip(dyn.up.values(), prox.up.values(), strict=True))
 
 
 def test_a_vanishing_alpha_leaves_fedavgs_clients(run_small: RunSmall, monkeypatch: pytest.MonkeyPatch) -> None:
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     run_small(FedDyn(alpha=1e-30), rounds=1)
     run_small("fedavg", rounds=1)
     dyn, plain = crossings
-    assert all(torch.equal(a["model"], b["model"]) for a, b in zip(dyn.up, plain.up, strict=True))
+    assert all(torch.equal(a["model"], b["model"]) for a, b in zip(dyn.up.values(), plain.up.values(), strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,12 @@ from fedstill.models import Classifier
 from fedstill.models.heads import Projected
 from fedstill.train.evaluate import Outputs
 from fedstill.train.loop import Batch
+from support.recorder import Round
 from support.runs import SMALL, RunSmall, numbers, weights
 from support.wiretap import (
     LR,
     Extra,
     Headed,
-    Round,
     assert_as_declared,
     assert_same_network,
     client_of,

@@ -25,11 +25,11 @@ from fedstill.distill.generators import ImageGenerator
 from fedstill.methods.fedkf import FedKF
 from fedstill.models import Classifier
 from fedstill.train.evaluate import Outputs
+from support.recorder import Round
 from support.runs import SMALL, RunSmall, numbers, slow, weights
 from support.wiretap import (
     LR,
     Floats,
-    Round,
     assert_as_declared,
     assert_same_network,
     assert_same_tree,

@@ -11,7 +11,8 @@ import torch
 
 import fedstill
 from fedstill.methods.fedmgda_plus import FedMGDAPlus, common_descent
-from support.byhand import Array, OnQuadratic, Problem, Uplinks, normed_net, record_crossings, tiny_server
+from support.byhand import Array, OnQuadratic, Problem, Uplinks, normed_net, tiny_server
+from support.recorder import record_rounds
 from support.runs import RunSmall
 
 EPSILONS = [0.0, 0.05, 0.1, 0.4, 1.0]
@@ -137,13 +138,13 @@ def test_with_epsilon_zero_and_updates_of_one_length_it_is_fedavg(tmp_path: Path
 def test_a_run_with_epsilon_zero_steps_along_the_weighted_unit_updates(
     run_small: RunSmall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     run_small("fedmgda-plus", epsilon=0.0, eta=0.5, rounds=4)
     for before, after in pairwise(crossings):
         w_t = before.down["model"].double().numpy()
-        g = w_t - np.array([up["model"].double().numpy() for up in before.up])
+        g = w_t - np.array([up["model"].double().numpy() for up in before.up.values()])
         g /= np.linalg.norm(g, axis=1, keepdims=True)
-        n = np.array(before.samples)
+        n = np.array(list(before.samples.values()))
         expected = w_t - 0.5 * (n / n.sum()) @ g
         np.testing.assert_allclose(after.down["model"], expected, rtol=1e-5, atol=1e-7)
 
@@ -153,7 +154,7 @@ class FedMGDAOnQuadratic(OnQuadratic, FedMGDAPlus): ...
 
 def test_small_steps_with_the_whole_simplex_lower_every_clients_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.random(sizes=(1, 1, 1), seed=4)
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     problem.run(FedMGDAOnQuadratic(epsilon=1.0, eta=0.02), rounds=20, lr=0.1)
     losses = np.array([problem.losses(crossing.down["model"].numpy()) for crossing in crossings])
     assert (np.diff(losses, axis=0) < 0).all()

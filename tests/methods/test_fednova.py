@@ -13,7 +13,8 @@ from torch import nn
 import fedstill
 from fedstill.data.federation import from_clients
 from fedstill.methods.fednova import FedNova, normalised_steps
-from support.byhand import Array, OnQuadratic, Problem, Uplinks, normed_net, record_crossings, tiny_server
+from support.byhand import Array, OnQuadratic, Problem, Uplinks, normed_net, tiny_server
+from support.recorder import record_rounds
 from support.runs import RunSmall, numbers, weights
 
 PROBLEM = Problem.random(sizes=(2, 9, 4, 1, 3))
@@ -60,7 +61,7 @@ def test_fednova_with_equal_steps_is_fedavg(run_small: RunSmall, momentum: float
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
 def test_a_run_equals_the_rules_written_out(monkeypatch: pytest.MonkeyPatch, momentum: float) -> None:
     lr = 0.05
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     end = PROBLEM.run(FedNovaOnQuadratic(), rounds=8, lr=lr, momentum=momentum, participation=0.6)
     w = np.zeros(3)
     for crossing in crossings:
@@ -72,7 +73,7 @@ def test_a_run_equals_the_rules_written_out(monkeypatch: pytest.MonkeyPatch, mom
         d = [
             (w - PROBLEM.sgd(k, w, lr, n, momentum)) / a_k for k, n, a_k in zip(crossing.cohort, steps, a, strict=True)
         ]
-        assert [float(up["a"]) for up in crossing.up] == pytest.approx(a, rel=1e-9)
+        assert [float(up["a"]) for up in crossing.up.values()] == pytest.approx(a, rel=1e-9)
         w = w - (p @ a) * (p @ np.array(d))
     np.testing.assert_allclose(end, w, rtol=1e-9)
 

@@ -17,7 +17,8 @@ from fedstill.aggregate.mean import weighted_mean
 from fedstill.methods.base import Server
 from fedstill.methods.qffl import QFFL
 from fedstill.train.loop import Objective
-from support.byhand import Array, OnQuadratic, Problem, Uplinks, normed_net, record_crossings, tiny_server
+from support.byhand import Array, OnQuadratic, Problem, Uplinks, normed_net, tiny_server
+from support.recorder import record_rounds
 from support.runs import SMALL, RunSmall, numbers, weights
 
 PROBLEM = Problem.random(sizes=(1, 1, 1, 1), seed=2)
@@ -59,7 +60,7 @@ def test_the_server_step_equals_the_rule_written_out(tmp_path: Path, q: float) -
 
 
 def test_the_learning_rate_of_the_rule_is_that_of_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     end = PROBLEM.run(QFFLOnQuadratic(q=2.0), rounds=4, lr=0.3, lr_decay=0.5, epochs=3)
     after = [*(c.down["model"].numpy() for c in crossings[1:]), end]
     for t, (crossing, model) in enumerate(zip(crossings, after, strict=True)):
@@ -72,7 +73,7 @@ def test_the_learning_rate_of_the_rule_is_that_of_the_round(monkeypatch: pytest.
 def test_the_loss_a_client_sends_is_that_of_the_sent_model_on_all_its_training_data(
     run_small: RunSmall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     run_small("qffl", model="mlp", model_options={"hidden": []}, rounds=2, q=0.5, epochs=2)
     names = ("clients", "alpha", "fraction")
     dataset = fedstill.load("fashion-mini", image_size=SMALL["image_size"])
@@ -80,7 +81,7 @@ def test_the_loss_a_client_sends_is_that_of_the_sent_model_on_all_its_training_d
     for crossing in crossings:
         w = crossing.down["model"].double().numpy()
         matrix, bias = w[: 10 * 256].reshape(10, 256), w[10 * 256 :]
-        for k, up in zip(crossing.cohort, crossing.up, strict=True):
+        for k, up in crossing.up.items():
             index = federation.train(k)
             x = (dataset.train.x[index].double().numpy().reshape(len(index), -1) / 255 - dataset.mean[0]) / dataset.std[
                 0
@@ -93,12 +94,12 @@ def test_the_loss_a_client_sends_is_that_of_the_sent_model_on_all_its_training_d
 def test_a_run_on_images_follows_the_rule_from_what_crossed(
     run_small: RunSmall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     run_small("qffl", rounds=4, q=1.0, lr=0.02)
     for before, after in pairwise(crossings):
         w_t = before.down["model"].double().numpy()
-        w = np.array([up["model"].double().numpy() for up in before.up])
-        losses = np.array([float(up["loss"]) for up in before.up])
+        w = np.array([up["model"].double().numpy() for up in before.up.values()])
+        losses = np.array([float(up["loss"]) for up in before.up.values()])
         expected = server_step(w_t, w, losses, 1.0, 0.02)
         np.testing.assert_allclose(after.down["model"], expected, rtol=1e-5, atol=1e-7)
 

@@ -25,7 +25,8 @@ from fedstill.methods.robust import (
     TrimmedMean,
     rule,
 )
-from support.byhand import Array, Uplinks, normed_net, record_crossings, tiny_server
+from support.byhand import Array, Uplinks, normed_net, tiny_server
+from support.recorder import record_rounds
 from support.runs import RunSmall, numbers, weights
 
 SIZES = [9, 4, 30, 1, 12, 7, 20]
@@ -246,9 +247,9 @@ def test_before_a_server_side_only_those_chosen_teach(tmp_path: Path, monkeypatc
 
 
 def test_t1_remembers_what_is_defended(run_small: RunSmall, monkeypatch: pytest.MonkeyPatch) -> None:
-    crossings, settings = record_crossings(monkeypatch), QUICK | {"rounds": 1}
+    crossings, settings = record_rounds(monkeypatch), QUICK | {"rounds": 1}
     defended = run_small("fedavg+t1+trimmed-mean", **settings)
-    sent = np.sort([up["model"].double().numpy() for up in crossings[0].up], 0)
+    sent = np.sort([up["model"].double().numpy() for up in crossings[0].up.values()], 0)
     np.testing.assert_allclose(weights(defended), sent[1:-1].mean(0), rtol=1e-6, atol=1e-8)
 
 
@@ -329,7 +330,7 @@ def test_a_rule_inside_another_sees_what_the_other_lets_through(tmp_path: Path) 
 
 
 def test_fltrust_is_its_formula(run_small: RunSmall, monkeypatch: pytest.MonkeyPatch) -> None:
-    crossings, seen = record_crossings(monkeypatch), []
+    crossings, seen = record_rounds(monkeypatch), []
     begin = FLTrust.begin
 
     def noted(self: FLTrust, server: Server) -> None:
@@ -342,7 +343,7 @@ def test_fltrust_is_its_formula(run_small: RunSmall, monkeypatch: pytest.MonkeyP
     (reference, held), crossing = seen[0], crossings[0]
     assert held == 40
     w_t = crossing.down["model"].double().numpy()
-    g = np.array([up["model"].double().numpy() for up in crossing.up]) - w_t
+    g = np.array([up["model"].double().numpy() for up in crossing.up.values()]) - w_t
     g_0 = reference - w_t
     assert np.linalg.norm(g_0) > 0
     trust = np.maximum(0, g @ g_0 / np.linalg.norm(g, axis=1) / np.linalg.norm(g_0))

@@ -14,7 +14,8 @@ from fedstill.aggregate.mean import weighted_mean
 from fedstill.core.tree import Message
 from fedstill.methods.base import Server
 from fedstill.methods.scaffold import SCAFFOLD
-from support.byhand import Array, OnQuadratic, Problem, Uplinks, normed_net, record_crossings, tiny_server
+from support.byhand import Array, OnQuadratic, Problem, Uplinks, normed_net, tiny_server
+from support.recorder import record_rounds
 from support.runs import RunSmall, numbers, weights
 
 PROBLEM = Problem.random(sizes=(2, 6, 4, 1, 3))
@@ -79,7 +80,7 @@ def test_the_first_round_is_the_uniform_average(run_small: RunSmall) -> None:
 
 def test_a_partial_participation_run_equals_the_rules_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     lr, decay, total = 0.2, 0.97, 5
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     end = PROBLEM.run(ScaffoldOnQuadratic(), rounds=12, participation=0.4, lr=lr, lr_decay=decay, epochs=2)
 
     w, c, c_k = np.zeros(3), np.zeros(3), np.zeros((total, 3))
@@ -103,9 +104,9 @@ def test_a_partial_participation_run_equals_the_rules_written_out(monkeypatch: p
 
 
 def test_a_clients_control_variate_is_the_mean_of_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     PROBLEM.run(ScaffoldOnQuadratic(), rounds=1, lr=0.1)
-    for k, up in zip(crossings[0].cohort, crossings[0].up, strict=True):
+    for k, up in crossings[0].up.items():
         path = [PROBLEM.sgd(k, np.zeros(3), 0.1, steps) for steps in range(PROBLEM.sizes[k])]
         expected = np.mean([PROBLEM.gradient(k, w) for w in path], axis=0)
         np.testing.assert_allclose(up["c_change"], expected, rtol=1e-9)
@@ -140,12 +141,12 @@ def test_scaffold_reaches_the_common_optimum_that_averaging_misses(
 def test_clipping_holds_for_the_gradient_and_not_for_the_correction(monkeypatch: pytest.MonkeyPatch) -> None:
     """c_k is then the mean of the clipped gradients, and the correction c - c_k is applied whole."""
     lr, clip = 0.1, 0.3
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     PROBLEM.run(ScaffoldOnQuadratic(), rounds=3, lr=lr, clip=clip)
     c_k = np.zeros((5, 3))
     for crossing in crossings:
         w, c = crossing.down["model"].numpy(), crossing.down["c"].numpy()
-        for k, up in zip(crossing.cohort, crossing.up, strict=True):
+        for k, up in crossing.up.items():
             local = w
             for _ in range(PROBLEM.sizes[k]):
                 gradient = PROBLEM.gradient(k, local)

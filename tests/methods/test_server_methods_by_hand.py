@@ -36,12 +36,12 @@ from fedstill.models import Classifier
 from fedstill.running.api import Result
 from fedstill.train.loop import Loss
 from support.byhand import Uplinks, tiny_server
+from support.recorder import Round
 from support.wiretap import (
     BATCH,
     LR,
     Extra,
     Floats,
-    Round,
     assert_same_network,
     descend,
     exact,

@@ -21,7 +21,8 @@ from fedstill.methods.t1 import T1
 from fedstill.running.api import Result
 from fedstill.running.directory import Record, RunDirectory
 from fedstill.running.loop import Listener
-from support.byhand import Array, Crossing, record_crossings, tiny_server
+from support.byhand import Array, tiny_server
+from support.recorder import Round, record_rounds
 from support.runs import SMALL, RunSmall, numbers, weights
 
 QUICK: dict[str, Any] = {"model": "mlp", "model_options": {"hidden": [8]}, "fraction": 0.1, "rounds": 4}
@@ -111,12 +112,8 @@ def test_x_with_t1_is_the_same_run_as_x_and_reports_both_rows(run_small: RunSmal
         assert plain.summary[key] == with_t1.summary[key]
 
 
-def latest_models(crossings: list[Crossing]) -> dict[int, Array]:
-    return {
-        k: up["model"].double().numpy()
-        for crossing in crossings
-        for k, up in zip(crossing.cohort, crossing.up, strict=True)
-    }
+def latest_models(crossings: list[Round]) -> dict[int, Array]:
+    return {k: up["model"].double().numpy() for crossing in crossings for k, up in crossing.up.items()}
 
 
 @pytest.mark.slow
@@ -125,9 +122,9 @@ def latest_models(crossings: list[Crossing]) -> dict[int, Array]:
 def test_the_returned_model_is_the_mean_of_the_models_that_crossed_last(
     run_small: RunSmall, monkeypatch: pytest.MonkeyPatch, name: str, mode: CacheInit
 ) -> None:
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     result = run_small(f"{name}+t1", cache_init=mode, seed=3, **composed(name))
-    sizes = {k: n for crossing in crossings for k, n in zip(crossing.cohort, crossing.samples, strict=True)}
+    sizes = {k: n for crossing in crossings for k, n in crossing.samples.items()}
     federation = fedstill.federate(
         fedstill.load("fashion-mini", image_size=SMALL["image_size"]),
         clients=SMALL["clients"],
@@ -263,14 +260,14 @@ class SometimesBroken(fedstill.FedAvg):
 def test_a_client_whose_answer_is_dropped_keeps_its_older_model_in_the_mean(
     run_small: RunSmall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     result = run_small(T1(inner=SometimesBroken()), participation=1.0, **QUICK)
     assert [r["dropped"] for r in result.records] == [0, 1, 1, 1]
     latest: dict[int, Array] = {}
     sizes = np.zeros(SMALL["clients"])
     for crossing in crossings:
-        for k, n, up in zip(crossing.cohort, crossing.samples, crossing.up, strict=True):
-            sizes[k] = n
+        for k, up in crossing.up.items():
+            sizes[k] = crossing.samples[k]
             if torch.isfinite(up["model"]).all():
                 latest[k] = up["model"].double().numpy()
     np.testing.assert_allclose(weights(result), direct_mean(latest, sizes, None), rtol=1e-5, atol=1e-7)
@@ -294,10 +291,10 @@ def test_clients_weigh_by_their_samples_in_t1_after_a_uniform_server_side(
     run_small: RunSmall, monkeypatch: pytest.MonkeyPatch, name: str, mode: CacheInit
 ) -> None:
     """A server side that averages uniformly says so to its own average, and not to T1."""
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     server_side: dict[str, Any] = {"pool": 0.1, "proxy": "pool", "steps": 1, "uniform": True}
     result = run_small(name, cache_init=mode, participation=0.7, **(QUICK | server_side))
-    sizes = {k: n for crossing in crossings for k, n in zip(crossing.cohort, crossing.samples, strict=True)}
+    sizes = {k: n for crossing in crossings for k, n in crossing.samples.items()}
     assert len(sizes) == SMALL["clients"], "all were active, so that both initialisations agree"
     n = np.array([sizes[k] for k in sorted(sizes)], float)
     np.testing.assert_allclose(weights(result), direct_mean(latest_models(crossings), n, None), rtol=1e-6, atol=1e-7)

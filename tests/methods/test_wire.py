@@ -24,8 +24,8 @@ from fedstill.running.directory import RunDirectory
 from fedstill.train.loop import Objective
 from fedstill.train.task import Task
 from support import commandline
-from support.byhand import record_crossings
 from support.quick import TINY, quick
+from support.recorder import record_rounds
 from support.runs import RunSmall, numbers, weights
 
 WIDTHS = (16 * 16, 8, 10)  # of that network
@@ -58,13 +58,13 @@ def check_message(message: Message, parts: dict[str, Part]) -> None:
 
 @pytest.mark.parametrize("name", [*NAMES, *WITH_T1])
 def test_what_crosses_is_what_is_declared_and_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wire, crossings = declared(name)[1], record_crossings(monkeypatch)
+    wire, crossings = declared(name)[1], record_rounds(monkeypatch)
     result = fedstill.run(name, **quick(name))
     up = sum(map(bytes_of, wire.up.values()))
     for crossing, record in zip(crossings, result.records, strict=True):
         assert len(crossing.cohort) == len(crossing.up) == record["clients"] == 3
         check_message(crossing.down, wire.down)
-        for message in crossing.up:
+        for message in crossing.up.values():
             check_message(message, wire.up)
         assert record["bytes_down"] == 3 * sum(bytes_of(wire.down[part]) for part in crossing.down)
         assert record["bytes_up"] == 3 * up
@@ -345,11 +345,11 @@ def test_methods_without_client_state_leave_no_files(name: str, tmp_path: Path) 
 def test_moons_clients_keep_the_models_that_they_themselves_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     fedstill.run("moon", out=tmp_path / "run", **(quick("moon") | {"rounds": 6}))
     sent: dict[int, list[Tensor]] = {}
     for crossing in crossings:
-        for k, up in zip(crossing.cohort, crossing.up, strict=True):
+        for k, up in crossing.up.items():
             sent.setdefault(k, []).insert(0, up["model"])
     states = client_states(tmp_path / "run")
     assert states.keys() == sent.keys()
@@ -358,11 +358,11 @@ def test_moons_clients_keep_the_models_that_they_themselves_sent(
 
 
 def test_scaffolds_clients_keep_the_sum_of_their_own_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    crossings = record_crossings(monkeypatch)
+    crossings = record_rounds(monkeypatch)
     fedstill.run("scaffold", out=tmp_path / "run", **(TINY | {"rounds": 6}))
     changes: dict[int, Tensor] = {}
     for crossing in crossings:
-        for k, up in zip(crossing.cohort, crossing.up, strict=True):
+        for k, up in crossing.up.items():
             changes[k] = changes.get(k, torch.zeros(())) + up["c_change"].double()
     states = client_states(tmp_path / "run")
     assert states.keys() == changes.keys()

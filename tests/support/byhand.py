@@ -1,5 +1,5 @@
-"""What the tests of server rules and drift corrections share: a problem whose optimum is known, a server without a
-run, and a record of what really crosses.
+"""What the tests of server rules and drift corrections share: a problem whose optimum is known, and a server
+without a run.
 
 Client k minimises F_k(w) = 1/2 (w - b_k)' A_k (w - b_k). Its samples are all the same, (A_k, b_k) written out as
 numbers, so every batch has the gradient A_k (w - b_k), and a batch size of one makes its number of samples its number
@@ -14,17 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import fedstill
 from fedstill.core.store import Store
-from fedstill.core.tree import Message, Tree
 from fedstill.data.federation import from_clients
-from fedstill.engine.base import Inline
-from fedstill.engine.worker import Request, Train
 from fedstill.methods.base import Method, Server, Uplink
 from fedstill.models import as_classifier
 from fedstill.running.api import Result
@@ -62,16 +58,6 @@ class OnQuadratic(fedstill.FedAvg):
 
     def objective(self, client: Client) -> Objective:
         return replace(super().objective(client), base=quadratic_loss)
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """What crossed in one round: down to every client of the cohort, and up from each, in order."""
-
-    down: Message
-    cohort: list[int]
-    up: list[Message]
-    samples: list[int]
 
 
 @dataclass(frozen=True)
@@ -134,29 +120,6 @@ class Problem:
         seldom = {"eval_every": 0, "checkpoint_every": 10**6}
         federation = from_clients(clients, classes=[str(i) for i in range(d)], test_fraction=0)
         return fedstill.run(method, data=federation, model=Point(d), **(plain | seldom | settings))
-
-
-# --- what crosses ---------------------------------------------------------------------------------------------------
-
-
-def record_crossings(patch: pytest.MonkeyPatch) -> list[Crossing]:
-    """From now on, every round that runs in this process leaves here what crossed."""
-    rounds: list[Crossing] = []
-    original = Inline.run
-
-    def recorded(self: Inline, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
-        training = [request.client for request in requests if isinstance(request, Train)]
-        crossing = Crossing({name: part.clone() for name, part in down.items()}, training, [], [])
-        if training:
-            rounds.append(crossing)
-        for answer in original(self, requests, down):
-            if training:
-                crossing.up.append({name: part.clone() for name, part in answer["message"].items()})
-                crossing.samples.append(answer["samples"])
-            yield answer
-
-    patch.setattr(Inline, "run", recorded)
-    return rounds
 
 
 # --- a server without a run -----------------------------------------------------------------------------------------

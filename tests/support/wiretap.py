@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,47 +21,23 @@ from fedstill.building.setup import Setup, prepare
 from fedstill.core import seeds, tree
 from fedstill.core.tree import Message
 from fedstill.core.weights import FlatNet
-from fedstill.engine.base import Inline
-from fedstill.engine.worker import Request, Train
 from fedstill.methods.base import Method, Part
 from fedstill.models import Classifier, build
 from fedstill.models.heads import Projected
 from fedstill.running.api import Result
 from fedstill.running.directory import RunDirectory
 from fedstill.train.task import Samples
+from support.recorder import Round, record_rounds
 from support.runs import SMALL
 
 Floats = NDArray[np.float64]
 LR, BATCH = 0.05, 16
 
 
-@dataclass
-class Round:
-    """What crossed in one round: to every client, and from each."""
-
-    number: int
-    down: Message
-    up: dict[int, Message] = field(default_factory=dict)
-    samples: dict[int, int] = field(default_factory=dict)
-
-
 def taped(method: str | Method, **settings: Any) -> tuple[Result, list[Round]]:
     """A small run, and everything that crossed between its server and its clients."""
-    tape: list[Round] = []
-    original = Inline.run
-
-    def run(self: Inline, requests: Sequence[Request], down: Message) -> Iterator[tree.Tree]:
-        trains = [r for r in requests if isinstance(r, Train)]
-        if trains:
-            tape.append(Round(trains[0].round, tree.decode(tree.encode(down))))
-        for request, answer in zip(requests, original(self, requests, down), strict=True):
-            if isinstance(request, Train):
-                tape[-1].up[request.client] = tree.decode(tree.encode(answer["message"]))
-                tape[-1].samples[request.client] = answer["samples"]
-            yield answer
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Inline, "run", run)
+        tape = record_rounds(patch)
         result = fedstill.run(method, **(SMALL | {"lr": LR, "eval_every": 0, "checkpoint_every": 1000} | settings))
     return result, tape
 

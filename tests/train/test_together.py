@@ -23,9 +23,9 @@ from fedstill.running.directory import RunDirectory
 from fedstill.running.machine import check_engine
 from fedstill.train import together
 from fedstill.train.loop import Objective
-from support.byhand import record_crossings
 from support.pretend_device import pretended_gpu
 from support.quick import QUICKER, needed
+from support.recorder import record_rounds
 from support.runs import numbers, weights
 
 SIZES = (20, 20, 20, 13, 13, 7)
@@ -70,10 +70,11 @@ def outcome(method: Any, tmp_path: Path, count: int, **settings: Any) -> Outcome
     merged: dict[str, Any] = PLAIN | {"data": federation(), "model": Net} | settings
     path = tmp_path / f"{count}"
     with pytest.MonkeyPatch.context() as patch:
-        crossings = record_crossings(patch)
+        crossings = record_rounds(patch)
         result = fedstill.run(method, **merged, together=count, out=path)
     store = RunDirectory(path).client_store
-    return Outcome(result, [up for crossing in crossings for up in crossing.up], {k: store.latest(k) for k in range(6)})
+    sent = [up for crossing in crossings for up in crossing.up.values()]
+    return Outcome(result, sent, {k: store.latest(k) for k in range(6)})
 
 
 def close(a: Any, b: Any, rtol: float) -> None:

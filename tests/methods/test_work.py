@@ -25,7 +25,7 @@ from fedstill.models.base import Stacked
 from fedstill.running.loop import Listener
 from support.quick import QUICK, needed
 from support.recorder import Round, record_rounds
-from support.runs import SMALL
+from support.runs import SMALL, slow
 
 EPOCHS, CLIENTS, CLASSES = 3, 3, 10
 SETTINGS: dict[str, Any] = SMALL | {"clients": CLIENTS, "participation": 1.0, "rounds": 4, "epochs": EPOCHS}
@@ -260,7 +260,11 @@ def counted() -> Iterator[Counting]:
             yield seen
 
 
-@pytest.mark.parametrize("method", [*registry.names(), *(f"fedavg+{name}" for name in registry.modifiers())])
+METHODS = [*registry.names(), *(f"fedavg+{name}" for name in registry.modifiers())]
+ESSENTIAL = ("fedavg", "fedgkd", "feddf")  # plain, with a teacher on clients, with teachers on the server
+
+
+@pytest.mark.parametrize("method", [name if name in ESSENTIAL else slow(name) for name in METHODS])
 def test_a_round_takes_no_more_work_than_its_method_says(method: str) -> None:
     settings = SETTINGS | QUICK.get(method, {}) | needed(method)
     with counted() as seen:

@@ -1,0 +1,166 @@
+"""What a hostile site, or a stranger, can take of the SuperLink."""
+
+from __future__ import annotations
+
+import resource
+import select
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
+
+from fedstill.flower import superlink
+from fedstill.flower.link import Failure, Strangers
+from support.link import Trial, ask, everyone, wait
+
+pytestmark = pytest.mark.xdist_group("simulation")
+
+MB = 1 << 20
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Iterator[Trial]:
+    trial = Trial(tmp_path)
+    try:
+        yield trial
+    finally:
+        trial.stop()
+
+
+def memory(process: Any) -> int:
+    return int(psutil.Process(process.pid).memory_info().rss)
+
+
+def test_refused_uploads_leave_nothing_in_the_superlink(trial: Trial) -> None:
+    trial.start("berlin")
+    with trial.link(most_bytes=MB, database=False) as link:
+        everyone(link, 1)
+
+        def refused(times: int) -> None:
+            for _ in range(times):
+                answer = ask(link, {"berlin": {"big": MB}})["berlin"]  # 4 MB
+                assert answer == Failure("its answer is refused: it has more than the 1,048,576 bytes allowed")
+
+        refused(5)
+        before = memory(link._process)
+        refused(15)
+        assert memory(link._process) - before < 30 * MB  # of the 60 MB that were sent
+        assert ask(link, {"berlin": {"note": 1}})["berlin"]["note"] == 1
+
+
+def test_idle_connections_make_room_for_a_site(trial: Trial) -> None:
+    with trial.link(database=False, strangers=Strangers(connections=20, seconds=600)) as link:
+        assert link._process is not None
+        resource.prlimit(link._process.pid, resource.RLIMIT_NOFILE, (200, 200))
+        idle = [socket.create_connection(("127.0.0.1", trial.port), 10) for _ in range(300)]
+        try:
+            trial.start("lagos")
+            assert ask(link, {"lagos": {"note": 1}})["lagos"]["note"] == 1
+            wait(lambda: len(idle) - len(select.select(idle, [], [], 0)[0]) <= 20)  # the others were ended
+        finally:
+            for connection in idle:
+                connection.close()
+
+
+def test_a_connection_that_says_nothing_is_ended(trial: Trial) -> None:
+    with (
+        trial.link(database=False, strangers=Strangers(seconds=0.5)),
+        socket.create_connection(("127.0.0.1", trial.port), 60) as idle,
+    ):
+        idle.settimeout(60)
+        assert idle.recv(1) == b""
+
+
+class State:
+    """As much of Flower's state as counts what is stored."""
+
+    def __init__(self) -> None:
+        self.object_store = InMemoryObjectStore(verify=False)
+        self.sessions: set[str] = set()
+
+    def store_message_and_object_tree(self, message: Any, tree: ObjectTree, session: str) -> tuple[bool, list[str]]:
+        return True, self.object_store.preregister(1, tree)
+
+    def store_object(self, run: int, session: str, name: str, content: bytes) -> bool:
+        self.object_store.put(name, content)
+        return True
+
+    def get_message_res(self, names: set[str], run: int) -> list[Any]:
+        return []
+
+    def delete_messages(self, names: set[str]) -> None: ...
+
+    def _on_push_session_expired(self, names: set[str]) -> None: ...
+
+    def _cleanup_push_session(self, session: str, *, cleanup_messages: bool) -> None:
+        self.sessions.discard(session)
+
+    def answer(self, number: int, *, parts: int = 1, until: float = 1e12) -> tuple[bool, list[str]]:
+        """A site announces an answer to the request of this number."""
+        root, session = f"{number:064x}", f"session {number}"
+        self.sessions.add(session)
+        tree = ObjectTree(
+            object_id=root, children=[ObjectTree(object_id=f"{k + 1:032x}{number:032x}") for k in range(parts)]
+        )
+        metadata = SimpleNamespace(
+            reply_to_message_id=f"{number + 1000:064x}", message_id=root, src_node_id=7, created_at=0.0, ttl=until
+        )
+        return self.store_message_and_object_tree(SimpleNamespace(metadata=metadata), tree, session)
+
+    def size(self) -> int:
+        return sum(len(entry.content) for entry in self.object_store.store.values())
+
+
+@pytest.fixture
+def state() -> tuple[State, superlink.Uploads]:
+    kind = type("Bounded", (State,), dict(State.__dict__))
+    uploads = superlink.Uploads(100_000)
+    uploads.bound(kind)
+    return kind(), uploads
+
+
+def test_answers_that_nobody_reads_make_room_for_the_next(state: tuple[State, superlink.Uploads]) -> None:
+    flower, _ = state
+    for number in range(50):
+        assert flower.answer(number)[0]
+        assert flower.store_object(1, f"session {number}", f"{1:032x}{number:032x}", bytes(90_000))
+    assert flower.size() <= 180_000
+    assert len(flower.sessions) <= 2
+
+
+def test_an_answer_ends_with_the_time_of_its_request(state: tuple[State, superlink.Uploads]) -> None:
+    flower, uploads = state
+    now = time.time()
+    flower.answer(1, until=now + 100)
+    uploads.sweep(now + 99)
+    assert len(flower.object_store) == 2
+    uploads.sweep(now + 101)
+    assert len(flower.object_store) == 0
+
+
+def test_an_object_without_a_session_and_an_answer_in_too_many_parts_are_not_stored(
+    state: tuple[State, superlink.Uploads],
+) -> None:
+    flower, _ = state
+    flower.answer(1)
+    assert not flower.store_object(1, "", f"{1:032x}{1:032x}", bytes(10))
+    assert flower.answer(2, parts=10_001) == (False, [])
+    assert len(flower.object_store) == 2
+    assert flower.sessions == {"session 1"}
+
+
+def test_a_request_that_is_over_leaves_no_objects(state: tuple[State, superlink.Uploads]) -> None:
+    flower, _ = state
+    flower.object_store.preregister(1, ObjectTree(object_id="a" * 64))
+    flower.delete_messages({"a" * 64})
+    assert len(flower.object_store) == 0

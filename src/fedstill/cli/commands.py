@@ -176,9 +176,9 @@ def reteach(directory: Path, sweeps: list[str], assignments: list[str], episode:
     for teacher, model in saved.teachers.items():
         shown.add_row(f"teacher: {teacher}", _percent(saved.accuracy(model)), "")
     shown.add_row("old global model", _percent(saved.accuracy(saved.old)), "")
-    for lesson in track(saved.teach(variants), "teaching", len(variants), console=console, transient=True):
-        settings = "  ".join(f"{key}={value}" for key, value in lesson.settings.items()) or "as in the run"
-        shown.add_row(settings, _percent(lesson.accuracy), f"{lesson.seconds:.1f}")
+    for student in track(saved.teach(variants), "teaching", len(variants), console=console, transient=True):
+        settings = "  ".join(f"{key}={value}" for key, value in student.settings.items()) or "as in the run"
+        shown.add_row(settings, _percent(student.accuracy), f"{student.seconds:.1f}")
     console.print(shown)
 
 

@@ -283,8 +283,8 @@ def retaught(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[str, dict[str, 
             teachers.setdefault(f"Teacher {n}", []).append(saved.accuracy(model))
         mean = weighted_mean((model, 1) for model in saved.teachers.values())
         teachers.setdefault(MEAN, []).append(saved.accuracy(mean))
-        for values, lesson in zip(students, saved.teach([point.config.hyper for point in points]), strict=True):
-            values.append(lesson.accuracy)
+        for values, student in zip(students, saved.teach([point.config.hyper for point in points]), strict=True):
+            values.append(student.accuracy)
     for point, values in zip(points, students, strict=True):
         for teacher, accuracies in teachers.items():
             yield teacher, point.at, accuracies

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 import fedstill as library
 from fedstill.analysis.final import FinalModel, distances, filter_normalised
+from fedstill.analysis.runs import distinct_names, flat, group_runs
 from fedstill.building.config import resolve
 from fedstill.building.setup import prepare
 from fedstill.cli import figures
@@ -26,13 +27,14 @@ from fedstill.cli.tensorboard import scalars
 from fedstill.core.errors import SettingError
 from fedstill.core.files import read_json
 from fedstill.core.weights import FlatNet
+from fedstill.metrics.records import value_of
 from fedstill.report import style
 from fedstill.report.bars import bars
 from fedstill.report.clients import clients
 from fedstill.report.confusion import confusion
 from fedstill.report.curves import curves, seed_curves
 from fedstill.report.landscape import line, plane
-from fedstill.report.runs import Run, distinct_names, flat, grouped, look_up
+from fedstill.report.runs import RunData
 from fedstill.report.toy import Regions, toy
 from fedstill.report.tsne import tsne
 from fedstill.studies import toy as toys
@@ -77,27 +79,27 @@ def refused(kind: str, *words: object) -> str:
     return answer.err
 
 
-def bare(path: str, **settings: Any) -> Run:
-    return Run(Path(path), flat({"method": "fedavg", "seed": 0, "alpha": 0.1} | settings), [])
+def bare(path: str, **settings: Any) -> RunData:
+    return RunData(Path(path), flat({"method": "fedavg", "seed": 0, "alpha": 0.1} | settings), [])
 
 
 # --- which runs are one ---
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_group() -> None:
-    found = grouped([bare("a"), bare("b", seed=2), bare("c", alpha=1.0), bare("d", seed=1)])
+    found = group_runs([bare("a"), bare("b", seed=2), bare("c", alpha=1.0), bare("d", seed=1)])
     assert [[r.path.name for r in group.runs] for group in found] == [["a", "d", "b"], ["c"]]
     assert [group.title for group in found] == ["fedavg, alpha 0.1 (3 seeds)", "fedavg, alpha 1"]
 
 
 def test_settings_that_change_no_number_do_not_divide_a_group() -> None:
     pair = [bare("a", workers=1), bare("b", workers=2, seed=1)]
-    assert len(grouped(pair)) == 2
-    assert len(grouped(pair, free={"workers"})) == 1
+    assert len(group_runs(pair, free=())) == 2
+    assert len(group_runs(pair)) == 1
 
 
 def test_the_same_run_twice_is_not_two_seeds() -> None:
-    found = grouped([bare("a"), bare("b"), bare("c", seed=1)])
+    found = group_runs([bare("a"), bare("b"), bare("c", seed=1)])
     assert [group.title for group in found] == ["fedavg [a] (2 seeds)", "fedavg [b]"]
 
 
@@ -133,8 +135,8 @@ def test_curves_leave_out_rounds_without_the_number_and_label_their_axes() -> No
 
 
 def test_a_number_inside_a_record_is_found_by_its_path() -> None:
-    assert look_up({"also": {"without T1": {"accuracy": 0.5}}}, "also.without T1.accuracy") == 0.5
-    assert look_up({"accuracy": None, "evaluated": True}, "evaluated") is None
+    assert value_of({"also": {"without T1": {"accuracy": 0.5}}}, "also.without T1.accuracy") == 0.5
+    assert value_of({"accuracy": None, "evaluated": True}, "evaluated") is None
 
 
 def test_bars_are_means_with_deviations_and_differ_in_colour_and_hatch() -> None:

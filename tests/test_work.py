@@ -18,6 +18,7 @@ from fedstill.core.tree import nbytes
 from fedstill.core.weights import FlatNet
 from fedstill.engine.base import Inline
 from fedstill.methods import registry
+from fedstill.metrics.records import RoundRecord
 from fedstill.models.base import Stacked
 from fedstill.running.loop import Listener
 
@@ -77,7 +78,7 @@ class Counting(Listener):
     def add(self, what: str, count: int = 1) -> None:
         self.rounds[-1][what] += count
 
-    def round_done(self, record: dict[str, Any]) -> None:
+    def round_done(self, record: RoundRecord) -> None:
         self.rounds.append(Counter())
 
 

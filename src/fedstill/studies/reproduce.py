@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from fedstill.aggregate.mean import weighted_mean
 from fedstill.building.config import Config, anchored
 from fedstill.building.setup import prepare
+from fedstill.metrics.records import RoundRecord
 from fedstill.metrics.statistics import Spread, spread
-from fedstill.running.directory import Record
 from fedstill.running.machine import cores, one_thread
 from fedstill.studies import presets
 from fedstill.studies.cells import IRRELEVANT, Cell
@@ -253,7 +253,7 @@ def _best(cell: Cell, model: str) -> float:
     return float((summary["also"][model] if model else summary)["best_accuracy"])
 
 
-def _of_meeting(records: Sequence[Record], model: str) -> float | None:
+def _of_meeting(records: Sequence[RoundRecord], model: str) -> float | None:
     """Accuracy at the last meeting of which is known how the regions did one round later.
 
     `model` is "student", or "region N before" or "region N after" it.
@@ -265,7 +265,9 @@ def _of_meeting(records: Sequence[Record], model: str) -> float | None:
     if model == "student":
         return _number(episode["student"]["accuracy"])
     region, _, when = model.rpartition(" ")
-    return _number(after.get(region) if when == "after" else episode["teachers"].get(region, {}).get("accuracy"))
+    if when == "after":
+        return _number(after.get(region))
+    return _number(episode["teachers"][region]["accuracy"] if region in episode["teachers"] else None)
 
 
 def _number(value: object) -> float | None:

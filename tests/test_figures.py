@@ -18,8 +18,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import fedstill as library
+from fedstill.analysis.figures import bar_series, draw_bars
 from fedstill.analysis.final import FinalModel, distances, filter_normalised
-from fedstill.analysis.runs import distinct_names, flat, group_runs
+from fedstill.analysis.runs import distinct_names, flat, group_runs, read_runs
+from fedstill.analysis.tables import results_table
 from fedstill.building.config import resolve
 from fedstill.building.setup import prepare
 from fedstill.cli import figures
@@ -108,6 +110,20 @@ def test_a_methods_own_setting_is_in_its_name_only_where_it_tells_two_runs_apart
     assert distinct_names(mixed, but={"seed"}) == ["fedavg", "fedprox"]
     swept = [*mixed, bare("c", method="fedprox", hyper={"mu": 1.0})]
     assert distinct_names(swept, but={"seed"}) == ["fedavg", "fedprox, mu 0.1", "fedprox, mu 1"]
+
+
+# --- from Python ---
+
+
+def test_a_notebook_reads_groups_and_draws_runs_without_the_command_line(runs: Path, tmp_path: Path) -> None:
+    groups = group_runs(read_runs([runs]))
+    assert [len(group.runs) for group in groups] == [2] * 4
+    series = bar_series(groups, "alpha")
+    summary = read_json(runs / "fedprox-5.0-1" / "summary.json")
+    assert series["fedprox"]["5"][1] == summary["final_accuracy"]
+    assert results_table({"one": summary}).rows[0][2] == f"{100 * summary['final_accuracy']:.2f} %"
+    draw_bars(groups, tmp_path / "bars.svg", by="alpha")
+    assert {"fedavg", "fedprox", "0.5", "5"} <= set(texts(tmp_path / "bars.svg"))
 
 
 # --- drawing ---

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fedstill.core.errors import SettingError
 from fedstill.methods import registry
-from fedstill.metrics.records import BestAndFinal, EpisodeRecord, RoundRecord, Summary, Tested, value_of
+from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Summary, value_of
 from fedstill.metrics.statistics import ENOUGH, Spread
 from fedstill.studies.comparison import TO_TARGET, Row
 
@@ -122,7 +122,7 @@ def episodes_table(records: Sequence[RoundRecord]) -> TextTable:
     return shown
 
 
-def _before_and_after(before: Mapping[str, Tested], after: Mapping[str, float | None], region: str) -> str:
+def _before_and_after(before: Mapping[str, EpisodeModel], after: Mapping[str, float | None], region: str) -> str:
     if region not in before or before[region]["accuracy"] is None:
         return ""
     later = after.get(region)

@@ -25,8 +25,8 @@ class Scores(TypedDict, total=False):
     per_class: list[Measured]
 
 
-class Tested(TypedDict):
-    """How one model of an episode's end does on the global test set."""
+class EpisodeModel(TypedDict):
+    """How a region's model or the global one does on the global test set, at an episode's end."""
 
     accuracy: Measured
     confusion: list[list[int]]  # true classes by predicted ones
@@ -42,8 +42,8 @@ class EpisodeRecord(TypedDict, total=False):
     disagreement: Measured
     reliability: list[list[float]]  # (regions, classes)
     server_seconds: Required[float]
-    teachers: dict[str, Tested]  # the regions' models, if evaluated
-    student: Tested  # the global model, if evaluated
+    teachers: dict[str, EpisodeModel]  # the regions' models, if evaluated
+    student: EpisodeModel  # the global model, if evaluated
 
 
 class RoundRecord(Scores, total=False):

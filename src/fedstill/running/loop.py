@@ -26,7 +26,7 @@ from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Conclude, Train, Worker
 from fedstill.methods.base import Server, misfit
-from fedstill.metrics.records import BestAndFinal, EpisodeRecord, RoundRecord, Summary, Tested
+from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Summary
 from fedstill.models.base import Wrapped
 from fedstill.running import files
 from fedstill.running.colluding import colluding
@@ -345,7 +345,7 @@ class Run:
     def _merge(self, engine: Engine, present: list[Region], *, compare: bool) -> EpisodeRecord:
         """The end of an episode: one model of all regions' models, for all of them."""
         models = {region.name: self.regional_model(region) for region in present}
-        teachers: dict[str, Tested] = {}
+        teachers: dict[str, EpisodeModel] = {}
         for name, model in models.items() if compare else ():
             accuracy, confusion = tested(engine, self.setup.federation, model)
             teachers[name] = {"accuracy": accuracy, "confusion": confusion.tolist()}

@@ -27,7 +27,7 @@ from benchmarks.peers.environments import PEERS, Peer, Unavailable, timed
 from benchmarks.peers.job import Job
 from benchmarks.work import Work
 from fedstill.data.federation import Federation
-from fedstill.running.directory import Record
+from fedstill.metrics.records import RoundRecord
 from fedstill.running.loop import Listener
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class Stopwatch(Listener):
     def __init__(self) -> None:
         self.ends: list[float] = []
 
-    def round_done(self, record: Record) -> None:
+    def round_done(self, record: RoundRecord) -> None:
         self.ends.append(time.perf_counter())
 
     @property

@@ -15,7 +15,7 @@ import fedstill
 from benchmarks.work import Work
 from fedstill.data.federation import Federation
 from fedstill.distill import stage
-from fedstill.running.directory import Record
+from fedstill.metrics.records import RoundRecord
 from fedstill.running.loop import Listener
 from fedstill.train.evaluate import predict
 from fedstill.train.task import LocalTraining
@@ -99,7 +99,7 @@ class Costs(Listener):
     def __init__(self) -> None:
         self.rounds: list[Cost] = []
 
-    def round_done(self, record: Record) -> None:
+    def round_done(self, record: RoundRecord) -> None:
         self.rounds.append(Cost(record["seconds"], record["client_seconds"], record["server_seconds"]))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from fedstill.core.seeds import numpy_rng
-from fedstill.data.formats.decoded import Array, Part
+from fedstill.data.formats.decoded import Array, SplitArrays
 from fedstill.data.formats.idx import FASHION, decode
 
 TARGET = Path(__file__).parents[1] / "src" / "fedstill" / "data" / "embedded" / "fashion-mini.npz"
@@ -26,7 +26,7 @@ FILES = (
 )
 
 
-def balanced(part: Part, per_class: int, purpose: str) -> tuple[Array, Array]:
+def balanced(part: SplitArrays, per_class: int, purpose: str) -> tuple[Array, Array]:
     """As many samples of each class, drawn without replacement, in the order of the published file."""
     rng = numpy_rng(0, purpose)
     chosen = [rng.choice(np.flatnonzero(part.y == c), per_class, replace=False) for c in range(len(FASHION))]

@@ -24,6 +24,7 @@ from fedstill.deployment.server import Terms, serve
 from fedstill.deployment.shares import capped
 from fedstill.methods.base import Server, Uplink
 from fedstill.methods.fedavg import FedAvg
+from fedstill.metrics.records import RoundRecord
 from fedstill.running import judging, retries
 from fedstill.running.judging import Held, Judge
 from fedstill.running.loop import Listener
@@ -180,7 +181,7 @@ def test_rounds_with_few_answers_are_judged_by_those_before(tmp_path: Path) -> N
     wire = Late(tmp_path, scaled(1))
 
     class Leaving(Listener):
-        def round_done(self, record: dict[str, Any]) -> None:
+        def round_done(self, record: RoundRecord) -> None:
             wire.away = {"west"}
 
     result = served(wire, tmp_path / "run", rounds=2, listener=Leaving())

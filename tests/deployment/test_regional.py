@@ -14,6 +14,7 @@ import torch
 import fedstill
 from fedstill.core.tree import Tree
 from fedstill.deployment import region as regional
+from fedstill.metrics.records import RoundRecord
 from fedstill.running.loop import Listener
 from support.regions import SETTINGS, SITES, Wire, World, alone, served
 from support.runs import slow
@@ -89,7 +90,7 @@ def test_a_region_that_is_away_is_left_out_and_comes_back(tmp_path: Path) -> Non
     world = World(tmp_path)
 
     class Leaving(Listener):
-        def round_done(self, record: dict[str, Any]) -> None:
+        def round_done(self, record: RoundRecord) -> None:
             world.top.away = {2: {"west"}, 4: set()}.get(record["round"], set())
 
     result = served(world, tmp_path / "run", "fedavg+f2l", rounds=6, listener=Leaving())
@@ -102,7 +103,7 @@ def test_a_region_and_a_site_that_come_late_take_part_from_then_on(tmp_path: Pat
     world.top.away, world.sites["east"].away = {"west"}, {"bob"}
 
     class Coming(Listener):
-        def round_done(self, record: dict[str, Any]) -> None:
+        def round_done(self, record: RoundRecord) -> None:
             world.top.away, world.sites["east"].away = set(), set()
 
     result = served(world, tmp_path / "run", "fedavg+f2l", listener=Coming(), participation=1.0)
@@ -170,7 +171,7 @@ def test_a_dead_site_does_not_take_its_region_out(tmp_path: Path) -> None:
     world = World(tmp_path)
 
     class Dying(Listener):
-        def round_done(self, record: dict[str, Any]) -> None:
+        def round_done(self, record: RoundRecord) -> None:
             world.sites["east"].away = {"bob"}
 
     result = served(world, tmp_path / "run", "fedavg+f2l", rounds=6, participation=1.0, listener=Dying())
@@ -201,7 +202,7 @@ def test_a_global_server_that_went_back(tmp_path: Path) -> None:
     """Its newest checkpoint is damaged, so that an episode is asked for which a region has left behind."""
 
     class Stop(Listener):
-        def round_done(self, record: dict[str, Any]) -> None:
+        def round_done(self, record: RoundRecord) -> None:
             if record["round"] == 4:
                 raise Killed
 

@@ -17,6 +17,7 @@ from fedstill.core.reports import Code, Step, code_of, report, step_of
 from fedstill.core.tree import Tree
 from fedstill.data import tokens
 from fedstill.deployment.site import LocalInputs, Site, _labelled_as
+from fedstill.metrics.records import RoundRecord
 from fedstill.running import directory as rundir
 from fedstill.running.directory import RunDirectory
 from fedstill.running.loop import Listener
@@ -103,7 +104,7 @@ def test_a_site_that_is_away_is_left_out_and_counts_again_when_it_is_back(tmp_pa
     wire = Wire(tmp_path)
 
     class Leaving(Listener):
-        def round_done(self, record: dict[str, Any]) -> None:
+        def round_done(self, record: RoundRecord) -> None:
             wire.away = {1: {"south"}, 2: set()}.get(record["round"], set())
 
     result = served(wire, tmp_path / "run", rounds=3, listener=Leaving())
@@ -127,7 +128,7 @@ def test_a_site_that_comes_late_takes_part_from_then_on(tmp_path: Path) -> None:
     wire.away = {"west"}
 
     class Coming(Listener):
-        def round_done(self, record: dict[str, Any]) -> None:
+        def round_done(self, record: RoundRecord) -> None:
             wire.away = set()
 
     result = served(wire, tmp_path / "run", "fedavg+t1", rounds=2, listener=Coming())
@@ -171,7 +172,7 @@ def test_a_server_that_was_killed_goes_on_and_sites_that_restarted_too(tmp_path:
         pass
 
     class Kill(Listener):
-        def round_done(self, record: dict[str, Any]) -> None:
+        def round_done(self, record: RoundRecord) -> None:
             if record["round"] == 2:
                 raise Killed
 

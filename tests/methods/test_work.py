@@ -21,6 +21,7 @@ from fedstill.core.weights import FlatNet
 from fedstill.distill.generators import ConditionalGenerator, FeatureGenerator, ImageGenerator, TransposedGenerator
 from fedstill.methods import registry
 from fedstill.methods.base import Part
+from fedstill.metrics.records import RoundRecord
 from fedstill.models.base import Stacked
 from fedstill.running.loop import Listener
 from support.quick import QUICK, needed
@@ -225,7 +226,7 @@ class Counting(Listener):
     def add(self, what: str, count: int = 1) -> None:
         self.rounds[-1][what] += count
 
-    def round_done(self, record: dict[str, Any]) -> None:
+    def round_done(self, record: RoundRecord) -> None:
         self.rounds.append(Counter())
 
 

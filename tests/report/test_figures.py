@@ -16,7 +16,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import fedstill as library
+from fedstill.analysis.figures import bar_series, draw_bars
 from fedstill.analysis.final import FinalModel, distances, filter_normalised
+from fedstill.analysis.runs import distinct_names, flat, group_runs, read_runs
+from fedstill.analysis.tables import results_table
 from fedstill.building.config import resolve
 from fedstill.building.setup import prepare
 from fedstill.cli import figures
@@ -24,13 +27,14 @@ from fedstill.cli.tensorboard import scalars
 from fedstill.core.errors import SettingError
 from fedstill.core.files import read_json
 from fedstill.core.weights import FlatNet
+from fedstill.metrics.records import value_of
 from fedstill.report import style
 from fedstill.report.bars import bars
 from fedstill.report.clients import clients
 from fedstill.report.confusion import confusion
 from fedstill.report.curves import curves, seed_curves
 from fedstill.report.landscape import line, plane
-from fedstill.report.runs import Run, distinct_names, flat, grouped, look_up
+from fedstill.report.runs import RunData
 from fedstill.report.toy import Regions, toy
 from fedstill.report.tsne import tsne
 from fedstill.studies import toy as toys
@@ -77,27 +81,27 @@ def refused(kind: str, *words: object) -> str:
     return answer.err
 
 
-def bare(path: str, **settings: Any) -> Run:
-    return Run(Path(path), flat({"method": "fedavg", "seed": 0, "alpha": 0.1} | settings), [])
+def bare(path: str, **settings: Any) -> RunData:
+    return RunData(Path(path), flat({"method": "fedavg", "seed": 0, "alpha": 0.1} | settings), [])
 
 
 # --- which runs are one ---
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_group() -> None:
-    found = grouped([bare("a"), bare("b", seed=2), bare("c", alpha=1.0), bare("d", seed=1)])
+    found = group_runs([bare("a"), bare("b", seed=2), bare("c", alpha=1.0), bare("d", seed=1)])
     assert [[r.path.name for r in group.runs] for group in found] == [["a", "d", "b"], ["c"]]
     assert [group.title for group in found] == ["fedavg, alpha 0.1 (3 seeds)", "fedavg, alpha 1"]
 
 
 def test_settings_that_change_no_number_do_not_divide_a_group() -> None:
     pair = [bare("a", workers=1), bare("b", workers=2, seed=1)]
-    assert len(grouped(pair)) == 2
-    assert len(grouped(pair, free={"workers"})) == 1
+    assert len(group_runs(pair, free=())) == 2
+    assert len(group_runs(pair)) == 1
 
 
 def test_the_same_run_twice_is_not_two_seeds() -> None:
-    found = grouped([bare("a"), bare("b"), bare("c", seed=1)])
+    found = group_runs([bare("a"), bare("b"), bare("c", seed=1)])
     assert [group.title for group in found] == ["fedavg [a] (2 seeds)", "fedavg [b]"]
 
 
@@ -106,6 +110,20 @@ def test_a_methods_own_setting_is_in_its_name_only_where_it_tells_two_runs_apart
     assert distinct_names(mixed, but={"seed"}) == ["fedavg", "fedprox"]
     swept = [*mixed, bare("c", method="fedprox", hyper={"mu": 1.0})]
     assert distinct_names(swept, but={"seed"}) == ["fedavg", "fedprox, mu 0.1", "fedprox, mu 1"]
+
+
+# --- from Python ---
+
+
+def test_a_notebook_reads_groups_and_draws_runs_without_the_command_line(runs: Path, tmp_path: Path) -> None:
+    groups = group_runs(read_runs([runs]))
+    assert [len(group.runs) for group in groups] == [2] * 4
+    series = bar_series(groups, "alpha")
+    summary = read_json(runs / "fedprox-5.0-1" / "summary.json")
+    assert series["fedprox"]["5"][1] == summary["final_accuracy"]
+    assert results_table({"one": summary}).rows[0][2] == f"{100 * summary['final_accuracy']:.2f} %"
+    draw_bars(groups, tmp_path / "bars.svg", by="alpha")
+    assert {"fedavg", "fedprox", "0.5", "5"} <= set(texts(tmp_path / "bars.svg"))
 
 
 # --- drawing ---
@@ -133,8 +151,8 @@ def test_curves_leave_out_rounds_without_the_number_and_label_their_axes() -> No
 
 
 def test_a_number_inside_a_record_is_found_by_its_path() -> None:
-    assert look_up({"also": {"without T1": {"accuracy": 0.5}}}, "also.without T1.accuracy") == 0.5
-    assert look_up({"accuracy": None, "evaluated": True}, "evaluated") is None
+    assert value_of({"also": {"without T1": {"accuracy": 0.5}}}, "also.without T1.accuracy") == 0.5
+    assert value_of({"accuracy": None, "evaluated": True}, "evaluated") is None
 
 
 def test_bars_are_means_with_deviations_and_differ_in_colour_and_hatch() -> None:

@@ -11,9 +11,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from fedstill.analysis.final import FinalModel, distances
+from fedstill.analysis.preset_figures import draw
 from fedstill.building.config import resolve
 from fedstill.building.data import divide, load_data
-from fedstill.cli.preset_figures import draw
 from fedstill.report import style
 from fedstill.running.directory import RunDirectory
 from fedstill.studies import presets, toy

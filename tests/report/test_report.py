@@ -16,7 +16,7 @@ import pytest
 import fedstill as library
 from fedstill.metrics.statistics import spread
 from fedstill.report.page import Picture, page
-from fedstill.report.runs import Group, Run
+from fedstill.report.runs import Group, RunData
 from support.commandline import SHORT, fedstill, interrupted_after, short
 
 pytestmark = pytest.mark.slow
@@ -185,9 +185,9 @@ def test_the_figures_are_curves_fairness_confusion_and_partition(text: str) -> N
 
 def test_names_of_the_users_own_are_escaped() -> None:
     settings = {"method": HOSTILE, "seed": 0, "data": HOSTILE, "model": HOSTILE, "rounds": 1, HOSTILE: HOSTILE}
-    numbers = {"final_accuracy": 0.5, "versions": {HOSTILE: HOSTILE}, "also": {HOSTILE: {"final_accuracy": 0.25}}}
-    one = Run(Path(f"/{HOSTILE}"), settings, [], numbers, config=HOSTILE)
-    two = Run(Path("/b"), settings | {HOSTILE: 2}, [], numbers, config=HOSTILE)
+    numbers: Any = {"final_accuracy": 0.5, "versions": {HOSTILE: HOSTILE}, "also": {HOSTILE: {"final_accuracy": 0.25}}}
+    one = RunData(Path(f"/{HOSTILE}"), settings, [], numbers, config=HOSTILE)
+    two = RunData(Path("/b"), settings | {HOSTILE: 2}, [], numbers, config=HOSTILE)
     made = page(
         [Group(HOSTILE, (one,)), Group("b", (two,))],
         [Picture(f'{HOSTILE}" onload="x', b"<svg/>")],

@@ -14,6 +14,7 @@ from fedstill.building.config import resolve
 from fedstill.building.setup import prepare
 from fedstill.building.topology import Hierarchy
 from fedstill.methods import registry
+from fedstill.metrics.records import RoundRecord, value_of
 from fedstill.running.api import Result
 from fedstill.running.loop import Listener
 from fedstill.studies.reteach import SavedEpisode
@@ -51,7 +52,7 @@ def test_one_region_that_is_averaged_is_its_flat_run_bit_for_bit(run_small: RunS
     )
     assert torch.equal(weights(one_round[0]), weights(one_round[1]))
     kept = ("accuracy", "loss", "amp", "bytes_up", "bytes_down", "train_loss")
-    assert {k: one_round[0].records[0][k] for k in kept} == {k: one_round[1].records[0][k] for k in kept}
+    assert [value_of(one_round[0].records[0], k) for k in kept] == [value_of(one_round[1].records[0], k) for k in kept]
 
 
 def test_regions_are_averaged_uniformly(run_small: RunSmall) -> None:
@@ -89,7 +90,7 @@ class StopAfter(Listener):
     def __init__(self, round_: int) -> None:
         self.round = round_
 
-    def round_done(self, record: dict[str, Any]) -> None:
+    def round_done(self, record: RoundRecord) -> None:
         if record["round"] == self.round:
             raise Stop
 

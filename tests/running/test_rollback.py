@@ -11,6 +11,7 @@ import pytest
 import fedstill
 from fedstill.core.tree import Tree
 from fedstill.deployment import region as regional
+from fedstill.metrics.records import RoundRecord
 from fedstill.running.directory import RunDirectory
 from fedstill.running.loop import Listener
 from fedstill.running.rollback import rollback
@@ -115,7 +116,7 @@ def test_a_site_that_is_away_when_a_round_is_repeated_does_not_go_on_from_the_fo
         wire = Wire(folder)
 
         class Coming(Listener):
-            def round_done(self, record: dict[str, Any]) -> None:
+            def round_done(self, record: RoundRecord) -> None:
                 wire.away = set() if record["round"] == 2 else wire.away
 
         served(wire, folder / "run", "scaffold", rounds=1)

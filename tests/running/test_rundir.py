@@ -21,6 +21,7 @@ from fedstill.building.config import Config, parse_assignments, resolve
 from fedstill.core import tree
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import write_atomic
+from fedstill.metrics.records import EpisodeModel, RoundRecord, Scores, Summary
 from fedstill.running import api
 from fedstill.running import directory as rundir
 from fedstill.running.directory import RunDirectory, to_json
@@ -429,3 +430,24 @@ def test_a_run_of_a_method_of_ones_own_says_that_it_must_be_given_again(tmp_path
     fedstill.run(Mine(), out=tmp_path / "run", **settings_)
     with pytest.raises(SettingError, match="with a method of your own, <Mine>; give it again"):
         fedstill.resume(tmp_path / "run")
+
+
+# --- what is written is what the types declare ---
+
+
+def test_every_key_of_a_runs_records_and_summary_is_declared() -> None:
+    regions = {"regions": 2, "rounds_per_episode": 1, "pool": 0.2, "rounds": 2, "clients": 6}
+    flat, regional = fedstill.run("fedavg+t1", **SMALL), fedstill.run("f2l", **(SMALL | regions))
+    episodes = [record["episode"] for record in regional.records if "episode" in record]
+    assert flat.records[-1]["also"]
+    assert regional.records[-1]["teachers_after"]
+    assert len(episodes) == 2
+    for result in (flat, regional):
+        assert result.summary.keys() <= Summary.__annotations__.keys()
+        for record in result.records:
+            assert record.keys() <= RoundRecord.__annotations__.keys()
+            assert all(scores.keys() <= Scores.__annotations__.keys() for scores in record.get("also", {}).values())
+    for episode in episodes:
+        assert {"number", "regions", "bytes", "server_seconds", "teachers", "student"} <= episode.keys()
+        for model in (*episode["teachers"].values(), episode["student"]):
+            assert model.keys() == EpisodeModel.__annotations__.keys()

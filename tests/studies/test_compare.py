@@ -13,6 +13,7 @@ from scipy import stats
 
 import fedstill
 from fedstill.building.config import Config, anchored, parse_sweeps, resolve
+from fedstill.metrics.records import RoundRecord
 from fedstill.metrics.statistics import paired, spread
 from fedstill.running.loop import Listener
 from fedstill.studies import cells as cells_module
@@ -72,7 +73,7 @@ def test_sweeps_are_every_combination() -> None:
 
 
 def test_what_it_took_to_reach_a_target() -> None:
-    records: list[dict[str, Any]] = [
+    records: list[RoundRecord] = [
         {"round": 1, "accuracy": 0.2, "bytes_down": 1, "bytes_up": 2, "seconds": 1.0},
         {"round": 2, "accuracy": None, "bytes_down": 1, "bytes_up": 2, "seconds": 2.0},
         {"round": 3, "accuracy": 0.6, "bytes_down": 1, "bytes_up": 2, "seconds": 4.0},
@@ -118,7 +119,7 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
         pass
 
     class Break(Listener):
-        def round_done(self, record: dict[str, Any]) -> None:
+        def round_done(self, record: RoundRecord) -> None:
             raise Stop
 
     with pytest.raises(Stop):

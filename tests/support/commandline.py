@@ -20,7 +20,7 @@ from torch import Tensor
 from fedstill.cli import commands
 from fedstill.cli.main import main
 from fedstill.cli.progress import Display
-from fedstill.running.directory import Record
+from fedstill.metrics.records import RoundRecord
 from support.runs import SMALL
 
 SHORT: dict[str, Any] = SMALL | {"clients": 4, "fraction": 0.05}
@@ -67,7 +67,7 @@ def run(method: object, out: Path, **settings: Any) -> Path:
     return out
 
 
-def metrics(path: Path) -> list[Record]:
+def metrics(path: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock."""
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in TIMED} for row in rows]
@@ -99,7 +99,7 @@ def interrupted_after(round_: int, error: BaseException | None = None) -> Iterat
     """Stop what runs here after this round, as Ctrl-C would."""
     original = Display.round_done
 
-    def stop(self: Display, record: Record) -> None:
+    def stop(self: Display, record: RoundRecord) -> None:
         original(self, record)
         if record["round"] == round_:
             raise error or KeyboardInterrupt

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from fedstill import data as datasets_
+from fedstill.analysis.tables import TextTable, episodes_table, percent, reliability_table, results_table
 from fedstill.building.config import Config, is_config_file, parse_assignments, parse_sweeps, read_toml, resolve
 from fedstill.building.data import divide, load_data
 from fedstill.building.setup import prepare
@@ -24,8 +25,9 @@ from fedstill.core.files import read_json
 from fedstill.data.dataset import Dataset
 from fedstill.methods import registry
 from fedstill.methods.base import Part
+from fedstill.metrics.records import RoundRecord, Summary
 from fedstill.running import api, files
-from fedstill.running.directory import Record, RunDirectory
+from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import prepare_again
 from fedstill.running.rollback import rollback as go_back
 from fedstill.studies.reteach import SavedEpisode
@@ -33,6 +35,8 @@ from fedstill.studies.reteach import SavedEpisode
 # A table in a file or a pipe needs no less room than on a screen.
 console = Console(width=None if sys.stdout.isatty() else 120)
 Flags = Mapping[str, Any]
+Justify = Literal["left", "right"]
+Overflow = Literal["fold", "ellipsis"]
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -68,7 +72,7 @@ def resume(directory: Path, rounds: int | None, *, device: str | None = None, te
 
 def _show_result(result: api.Result, config: Config, path: Path) -> None:
     """The table and the curves of a run that has ended."""
-    console.print(results_table({config.method: result.summary}))
+    print_table(results_table({config.method: result.summary}), no_wrap=True)
     from fedstill.report.curves import curves
 
     picture = path / files.CURVES
@@ -86,8 +90,8 @@ def rollback(directory: Path, to: int) -> None:
 def show(directories: list[Path], plot: Path | None) -> None:
     if plot:
         check_picture(plot, "--plot")
-    finished: dict[str, Record] = {}
-    records: dict[str, list[Record]] = {}
+    finished: dict[str, Summary] = {}
+    records: dict[str, list[RoundRecord]] = {}
     for directory in directories:
         directory_ = RunDirectory.open(directory, lock=False)
         name = directory.resolve().name
@@ -102,7 +106,7 @@ def show(directories: list[Path], plot: Path | None) -> None:
             continue
         say(f"{directory}: {done} of {total} rounds; continue it with 'fedstill resume {directory}'")
     if finished:
-        console.print(results_table(finished))
+        print_table(results_table(finished), no_wrap=True)
     if plot:
         from fedstill.report.curves import curves
 
@@ -115,52 +119,20 @@ def episodes(directory: Path, *, classes: bool, out: Path | None) -> None:
         check_picture(out, "--out")
     run_directory = RunDirectory.open(directory, lock=False)
     records = run_directory.records()
-    met = [record["episode"] for record in records if "episode" in record]
-    if not met:
+    ends = [record["episode"] for record in records if "episode" in record]
+    if not ends:
         raise SettingError(f"{directory} has no finished episode; runs with --regions have some")
-    after = {record["round"]: record.get("teachers_after", {}) for record in records}
-    shown = Table(title="Episodes", caption="accuracy of each region's model: before the meeting → one round after it")
-    regions = list(dict.fromkeys(name for episode in met for name in episode["regions"]))
-    for column in ("", "round", "stage", "disagreement", *regions, "global model", "server s"):
-        shown.add_column(column, justify="right")
-    rounds = [record["round"] for record in records if "episode" in record]
-    for round_, episode in zip(rounds, met, strict=True):
-        gap, student = episode.get("disagreement"), episode.get("student", {})
-        before, later = episode.get("teachers", {}), after.get(round_ + 1, {})
-        shown.add_row(
-            str(episode["number"]),
-            str(round_),
-            episode["stage"],
-            "–" if gap is None else f"{gap:.3f}",
-            *(_before_and_after(before.get(name, {}).get("accuracy"), later.get(name)) for name in regions),
-            _percent(student.get("accuracy")),
-            f"{episode['server_seconds']:.1f}",
-        )
-    console.print(shown)
-    last = next((episode for episode in reversed(met) if "student" in episode), None)
+    print_table(episodes_table(records), first="right", fold=False)
+    last = next((episode for episode in reversed(ends) if "student" in episode), None)
     if classes:
-        _print_reliability(met[-1], prepare_again(run_directory, run_directory.config()).federation.dataset.classes)
+        names = prepare_again(run_directory, run_directory.config()).federation.dataset.classes
+        print_table(reliability_table(ends[-1], names), fold=False)
     if out and last:
         matrices = {name: teacher["confusion"] for name, teacher in last["teachers"].items()}
         from fedstill.report.confusion import confusion
 
         confusion(matrices | {"global model": last["student"]["confusion"]}, out, title=f"episode {last['number']}")
         say(f"picture: {out}")
-
-
-def _before_and_after(before: float | None, after: float | None) -> str:
-    return "" if before is None else _percent(before) + ("" if after is None else f" → {_percent(after)}")
-
-
-def _print_reliability(episode: Record, classes: Sequence[str]) -> None:
-    if "reliability" not in episode:
-        raise SettingError("--classes: no reliability was measured; lkd and f2l do")
-    shown = Table(title="Reliability (AUC) of each region on each class, last episode")
-    for column in ("class", *episode["regions"]):
-        shown.add_column(column, justify="left" if column == "class" else "right")
-    for name, *values in zip(classes, *episode["reliability"], strict=True):
-        shown.add_row(name, *(f"{value:.3f}" for value in values))
-    console.print(shown)
 
 
 def reteach(directory: Path, sweeps: list[str], assignments: list[str], episode: int | None) -> None:
@@ -174,11 +146,11 @@ def reteach(directory: Path, sweeps: list[str], assignments: list[str], episode:
     for column in ("", "accuracy", "server s"):
         shown.add_column(column, justify="right" if column else "left")
     for teacher, model in saved.teachers.items():
-        shown.add_row(f"teacher: {teacher}", _percent(saved.accuracy(model)), "")
-    shown.add_row("old global model", _percent(saved.accuracy(saved.old)), "")
-    for lesson in track(saved.teach(variants), "teaching", len(variants), console=console, transient=True):
-        settings = "  ".join(f"{key}={value}" for key, value in lesson.settings.items()) or "as in the run"
-        shown.add_row(settings, _percent(lesson.accuracy), f"{lesson.seconds:.1f}")
+        shown.add_row(f"teacher: {teacher}", percent(saved.accuracy(model)), "")
+    shown.add_row("old global model", percent(saved.accuracy(saved.old)), "")
+    for student in track(saved.teach(variants), "teaching", len(variants), console=console, transient=True):
+        settings = "  ".join(f"{key}={value}" for key, value in student.settings.items()) or "as in the run"
+        shown.add_row(settings, percent(student.accuracy), f"{student.seconds:.1f}")
     console.print(shown)
 
 
@@ -301,30 +273,15 @@ def partition(flags: Flags, assignments: list[str], out: Path) -> None:
     say(f"picture: {out}")
 
 
-def results_table(summaries: Mapping[str, Record]) -> Table:
-    """Runs side by side."""
-    shown = Table(title="Results", caption="final: mean of the last five evaluations · FM: smaller is fairer")
-    for column in ("", "accuracy best", "final", "AMP", "FM", "WLP", "MB moved", "seconds"):
-        shown.add_column(column, justify="right" if column else "left", overflow="fold", no_wrap=bool(column))
-    for name, s in summaries.items():
-        moved = (s["bytes_down"] + s["bytes_up"] + s.get("bytes_regions", 0)) / 1e6
-        shown.add_row(
-            name,
-            *(_percent(s[key]) for key in ("best_accuracy", "final_accuracy", "final_amp")),
-            "–" if s["final_fm"] is None else f"{s['final_fm']:.4f}",
-            _percent(s["final_wlp"]),
-            f"{moved:.1f}",
-            f"{s['seconds'] + s['eval_seconds']:.1f}",
-        )
-        for variant, values in s.get("also", {}).items():
-            shown.add_row(
-                f"  {variant}",
-                _percent(values.get("best_accuracy")),
-                *(_percent(values.get(key)) for key in ("final_accuracy", "final_amp")),
-                "–" if values.get("final_fm") is None else f"{values['final_fm']:.4f}",
-                _percent(values.get("final_wlp")),
-            )
-    return shown
+def print_table(table: TextTable, *, first: Justify = "left", fold: bool = True, no_wrap: bool = False) -> None:
+    """Show a table, numbers to the right; `first` is where the names of the rows go. Long cells fold, or are cut."""
+    shown = Table(title=table.title, caption=table.caption)
+    overflow: Overflow = "fold" if fold else "ellipsis"
+    for i, column in enumerate(table.columns):
+        shown.add_column(column, justify="right" if i else first, overflow=overflow, no_wrap=no_wrap and i > 0)
+    for row in table.rows:
+        shown.add_row(*row)
+    console.print(shown)
 
 
 def run_name(config: Config) -> str:
@@ -367,10 +324,6 @@ def _size(n: float) -> str:
             return f"{n:.3g} {unit}"
         n /= 1000
     return f"{n:.3g} GB"
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.2f} %"
 
 
 def say(text: str) -> None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
-
+from fedstill.analysis.figures import draw_comparison
+from fedstill.analysis.tables import comparison_table, cost_table
 from fedstill.building.config import Config, anchored, parse_sweeps
-from fedstill.cli.commands import Flags, config_of, console, known_to, run_name, say, slug, title_of
+from fedstill.cli.commands import Flags, config_of, console, known_to, print_table, run_name, say, slug, title_of
 from fedstill.cli.progress import AllRuns
 from fedstill.core.errors import SettingError
 from fedstill.core.files import write_json
-from fedstill.methods import registry
-from fedstill.metrics.statistics import ENOUGH, Spread
-from fedstill.report.curves import swept_curves
 from fedstill.running import files
 from fedstill.running.directory import RunDirectory, check_place, without_nan
 from fedstill.studies.cells import Cell, check, run_cells
-from fedstill.studies.comparison import TO_TARGET, Row, combinations, grid
+from fedstill.studies.comparison import combinations, grid
 
 _NOT_SWEPT = {
     "seed": "--seeds N compares on N seeds",
@@ -61,18 +57,12 @@ def compare(
         run_cells(list(cells.values()), jobs=jobs, watcher=display)
     tables = grid(cells, methods, sweep, seeds)
     for rows in tables:
-        console.print(comparison_table(rows, seeds=seeds))
-        console.print(cost_table(rows, seeds=seeds))
+        print_table(comparison_table(rows, seeds=seeds))
+        print_table(cost_table(rows, seeds=seeds))
     write_json(folder / "comparison.json", [without_nan(row.record(rows[0])) for rows in tables for row in rows])
     picture = folder / files.CURVES
     title = "" if sweep[0] else title_of(first).removesuffix(f", seed {first.seed}") + f", {seeds} seeds"
-    places = {
-        _settings_of(rows[0]).removeprefix(": "): {
-            row.method: [cell.records() for cell in row.cells] for row in rows if not row.variant
-        }
-        for rows in tables
-    }
-    swept_curves(places, picture, metrics=["accuracy", "fm"] if len(tables) == 1 else ["accuracy"], title=title)
+    draw_comparison(tables, picture, title)
     say(f"curves: {picture}\nall of it: {folder}")
 
 
@@ -90,75 +80,3 @@ def _check_places(cells: list[Cell], *, force: bool) -> None:
     for cell in cells:
         if force:
             RunDirectory.create(cell.path, anchored(cell.config), force=True).release()
-
-
-_INTERVAL = " · interval: 95 % bootstrap of the paired differences, too narrow for few seeds"
-
-
-def comparison_table(rows: Sequence[Row], *, seeds: int) -> Table:
-    """Methods by metrics."""
-    over = f"mean ± standard deviation of {seeds} seeds · " if seeds > 1 else ""
-    shown = Table(
-        title="Results" + _settings_of(rows[0]),
-        caption=f"{over}final: mean of the last five evaluations · FM: smaller is fairer"
-        + (" · *: of the clients' own models, for there is no global one" if any(map(_own_models, rows)) else ""),
-    )
-    for column in ("", "accuracy best", "final", "AMP", "FM", "WLP"):
-        shown.add_column(column, justify="right" if column else "left", overflow="fold")
-    for row in rows:
-        shown.add_row(
-            (row.name if not row.variant else f"  {row.variant}") + "*" * _own_models(row),
-            *(_spread(row.spread(metric), 100, 2, " %") for metric in ("best_accuracy", "final_accuracy", "final_amp")),
-            _spread(row.spread("final_fm"), 1, 4),
-            _spread(row.spread("final_wlp"), 100, 2, " %"),
-        )
-    return shown
-
-
-def cost_table(rows: Sequence[Row], *, seeds: int) -> Table:
-    """What each method cost, and by how much it exceeds the first."""
-    target = rows[0].cells[0].config.target
-    difference = f"final accuracy over {rows[0].name}"
-    shown = Table(
-        title="Cost" + _settings_of(rows[0]),
-        caption="means over seeds · seconds: beside other runs" + (_INTERVAL if seeds >= ENOUGH else ""),
-    )
-    goal = [f"{what} to {100 * target:g} %" for what in ("rounds", "MB", "s")] if target else []
-    for column in ("", "MB moved", "seconds", *goal, *([difference, "wins"] if seeds > 1 else [])):
-        shown.add_column(column, justify="right" if column else "left", overflow="fold")
-    for row in rows:
-        moved = [a + b for a, b in zip(_plain(row, "bytes_down"), _plain(row, "bytes_up"), strict=True)]
-        cost = [f"{sum(moved) / seeds / 1e6:.1f}", f"{sum(_plain(row, 'seconds')) / seeds:.1f}"]
-        numbers = [row.name if not row.variant else f"  {row.variant}", *(cost if not row.variant else ["", ""])]
-        if target:
-            took = [row.spread(metric) for metric in TO_TARGET]
-            numbers += [
-                "not in all" if t is None else f"{t.mean / unit:.1f}" for t, unit in zip(took, (1, 1e6, 1), strict=True)
-            ]
-        gap = row.against(rows[0], "final_accuracy") if seeds > 1 and row is not rows[0] else None
-        if gap:
-            interval = f" [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]" if gap.n >= ENOUGH else ""
-            numbers += [f"{100 * gap.mean:+.2f}{interval}", f"{gap.wins}/{gap.n}"]
-        shown.add_row(*numbers)
-    return shown
-
-
-def _own_models(row: Row) -> bool:
-    config = row.cells[0].config
-    return not registry.make(config.method, config.hyper).global_model
-
-
-def _settings_of(row: Row) -> str:
-    settings = ", ".join(f"{key} = {value}" for key, value in row.settings.items())
-    return f": {settings}" if settings else ""
-
-
-def _plain(row: Row, metric: str) -> list[float]:
-    return [float(cell.summary()[metric]) for cell in row.cells]
-
-
-def _spread(found: Spread | None, factor: float, digits: int, unit: str = "") -> str:
-    if found is None:
-        return "–"
-    text = f"{factor * found.mean:.{digits}f}"
-    return text + (unit if found.n == 1 else f" ± {factor * found.std:.{digits}f}{unit}")

@@ -10,8 +10,9 @@ from typing import Any, get_args
 
 from rich.table import Table
 
-from fedstill.cli.commands import console
-from fedstill.cli.preset_figures import draw
+from fedstill.analysis.preset_figures import draw
+from fedstill.cli.commands import console, say
+from fedstill.cli.pictures import show_progress
 from fedstill.cli.progress import AllRuns
 from fedstill.core.errors import SettingError
 from fedstill.core.files import write_atomic, write_json
@@ -74,7 +75,9 @@ def reproduce(
         write_json(stem.with_suffix(".json"), without_nan(saved(plan, numbers)))
         write_atomic(stem.with_suffix(".md"), markdown(plan, numbers, seeds))
         console.print(f"saved: {stem}.json, {stem}.md", highlight=False, soft_wrap=True)
-        draw(plan, numbers, stem.with_suffix(".png"))
+        picture = stem.with_suffix(".png")
+        if draw(plan, numbers, picture, show_progress):
+            say(f"saved: {picture}")
 
 
 def checked(scale: str) -> Scale:

@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from fedstill.building.setup import Setup
-from fedstill.running.directory import Record
+from fedstill.metrics.records import RoundRecord
 from fedstill.running.loop import Listener
 from fedstill.studies.cells import Cell, Watcher
 
@@ -117,7 +117,7 @@ class Display(Listener):
     def round_failed(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def round_done(self, record: Record) -> None:
+    def round_done(self, record: RoundRecord) -> None:
         numbers = _numbers(record)
         rounds = self._setup.config.rounds if self._setup else 0
         if self._bar:
@@ -135,7 +135,7 @@ class Display(Listener):
             self._bar = None
 
 
-def _numbers(record: Record) -> str:
+def _numbers(record: RoundRecord) -> str:
     if record["accuracy"] is None:
         return ""
     text = f"accuracy {record['accuracy']:.3f}"

@@ -9,8 +9,8 @@ from typing import Any
 from fedstill.building.setup import Setup
 from fedstill.core.errors import SettingError
 from fedstill.core.files import naming
+from fedstill.metrics.records import RoundRecord
 from fedstill.running import files
-from fedstill.running.directory import Record
 from fedstill.running.loop import Listener
 
 
@@ -42,7 +42,7 @@ class TensorBoard(Listener):
     def round_failed(self, text: str) -> None:
         self._then.round_failed(text)
 
-    def round_done(self, record: Record) -> None:
+    def round_done(self, record: RoundRecord) -> None:
         with naming(self._folder):
             for name, number in scalars(record):
                 self._writer.add_scalar(name, number, record["round"])

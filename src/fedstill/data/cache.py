@@ -22,7 +22,7 @@ import numpy as np
 from fedstill.core.errors import DataError
 from fedstill.core.files import naming, read_json, write_json
 from fedstill.core.owner import tighten
-from fedstill.data.formats.decoded import Array, Decoded, Part, SourceFile
+from fedstill.data.formats.decoded import Array, Decoded, SourceFile, SplitArrays
 
 VERSION = 1  # of what is stored; a new number makes every older entry unused
 ENDS = 65_536  # bytes looked at from each end of a file
@@ -196,7 +196,8 @@ def _read(entry: Path) -> Decoded | None:
             # Copy on write: PyTorch wants writable memory, and nothing written may reach the file.
             arrays[name] = np.load(path, mmap_mode="c" if name.endswith("_x") else None, allow_pickle=False)
         train, test = (
-            Part(arrays[f"{name}_x"], arrays[f"{name}_y"], arrays.get(f"{name}_client")) for name in ("train", "test")
+            SplitArrays(arrays[f"{name}_x"], arrays[f"{name}_y"], arrays.get(f"{name}_client"))
+            for name in ("train", "test")
         )
         return Decoded(
             train,

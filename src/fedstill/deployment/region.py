@@ -38,8 +38,9 @@ from fedstill.engine.worker import Score, Train, request_from
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.methods.kinds import Kind
+from fedstill.metrics.records import RoundRecord, value_of
 from fedstill.running import files
-from fedstill.running.directory import Record, RunDirectory, without_nan
+from fedstill.running.directory import RunDirectory, without_nan
 from fedstill.running.logfile import logging_to
 from fedstill.running.loop import Listener, RoundLoop
 from fedstill.running.machine import one_thread
@@ -77,10 +78,18 @@ class RegionalLoop(RoundLoop):
             tally, _ = self.train_round(sites, round_, measure=measure and round_ == last)
             if not torch.isfinite(self.server.model).all():
                 raise FedstillError(f"round {round_}: the region's model is no longer finite; a smaller lr may help")
-            record: Record = {"round": round_, **{name: getattr(tally, name) for name in TOTALS}}
-            record |= {name: tally.mean(name) for name in ("train_loss", "local_accuracy")}
-            record["seconds"] = time.perf_counter() - began
-            record |= {"left_out": tally.left_out} if tally.left_out else {}
+            record: RoundRecord = {
+                "round": round_,
+                "clients": tally.clients,
+                "bytes_down": tally.bytes_down,
+                "bytes_up": tally.bytes_up,
+                "dropped": tally.dropped,
+                "train_loss": tally.mean("train_loss"),
+                "local_accuracy": tally.mean("local_accuracy"),
+                "seconds": time.perf_counter() - began,
+            }
+            if tally.left_out:
+                record["left_out"] = tally.left_out
             self.records.append(without_nan(record))
             self.directory.append(self.records[-1])
             self.checkpoint()
@@ -93,8 +102,9 @@ class RegionalLoop(RoundLoop):
             )
         self.directory.settle()  # what is answered has happened
         rounds = [record for record in self.records if first <= record["round"] <= last]
-        metrics = {name: float(sum(record[name] for record in rounds)) for name in TOTALS}
-        means = {name: rounds[-1][name] for name in ("train_loss", "local_accuracy") if rounds[-1][name] is not None}
+        metrics = {name: float(sum(value_of(record, name) or 0 for record in rounds)) for name in TOTALS}
+        known = {name: value_of(rounds[-1], name) for name in ("train_loss", "local_accuracy")}
+        means = {name: mean for name, mean in known.items() if mean is not None}
         only = self.setup.hierarchy.regions[0]
         samples = int(self.setup.federation.sizes.sum())
         return {"samples": samples, "metrics": metrics | means, "message": {"model": self.regional_model(only)}}

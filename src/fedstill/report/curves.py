@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from fedstill.metrics.records import value_of
 from fedstill.metrics.statistics import spread
 from fedstill.report import style
-from fedstill.report.runs import look_up
 
 Records = Sequence[Mapping[str, Any]]
 Band = Literal["std", "range"]
@@ -94,7 +94,7 @@ def _line(panel: Axes, name: str, runs: Sequence[Records], metric: str, band: Ba
     """The mean over the runs in each round that any of them has, and the band where there are several."""
     by_round: dict[int, list[float]] = {}
     for record in (record for records in runs for record in records):
-        if (number := look_up(record, metric)) is not None:
+        if (number := value_of(record, metric)) is not None:
             by_round.setdefault(record["round"], []).append(number)
     rounds = sorted(by_round)
     means = [spread(by_round[r]).mean for r in rounds]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from html import escape
 from string import Template
 
+from fedstill.metrics.records import BestAndFinal, Summary, value_of
 from fedstill.metrics.statistics import spread
-from fedstill.report.runs import Group, Record, Run, Settings, short
+from fedstill.report.runs import Group, RunData, Settings, short
 
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
@@ -57,6 +58,9 @@ $body
 """)
 
 
+Scored = Summary | BestAndFinal  # of a run, or of a further model of it
+
+
 @dataclass(frozen=True)
 class Picture:
     """A figure as SVG, and in words."""
@@ -70,12 +74,12 @@ class Column:
     """A column of the results: where its number comes from and how it is written."""
 
     name: str
-    number: Callable[[Record], float | None]
+    number: Callable[[Scored], float | None]
     factor: float
     digits: int
     unit: str = ""
 
-    def cell(self, summaries: Sequence[Record]) -> str:
+    def cell(self, summaries: Sequence[Scored]) -> str:
         """Mean and deviation over the seeds; a dash where any lacks the number."""
         numbers = [self.number(summary) for summary in summaries]
         known = [self.factor * number for number in numbers if number is not None]
@@ -86,12 +90,17 @@ class Column:
         return f"{found.mean:.{self.digits}f}{deviation}{self.unit}"
 
 
-def _of(name: str) -> Callable[[Record], float | None]:
-    return lambda summary: summary.get(name)
+def _of(name: str) -> Callable[[Scored], float | None]:
+    return lambda summary: value_of(summary, name)
 
 
-def _sum(*names: str) -> Callable[[Record], float | None]:
-    return lambda summary: sum(summary[name] for name in names) if all(name in summary for name in names) else None
+def _sum(*names: str) -> Callable[[Scored], float | None]:
+    def total(summary: Scored) -> float | None:
+        numbers = [value_of(summary, name) for name in names]
+        known = [number for number in numbers if number is not None]
+        return sum(known) if len(known) == len(names) else None
+
+    return total
 
 
 COLUMNS = (
@@ -132,7 +141,7 @@ def page(
     return _PAGE.substitute(title=escape(title), body="\n".join(part for part in parts if part))
 
 
-def _what(groups: Sequence[Group], runs: Sequence[Run]) -> str:
+def _what(groups: Sequence[Group], runs: Sequence[RunData]) -> str:
     def all_of(name: str) -> str:
         return ", ".join(dict.fromkeys(str(run.settings.get(name, "–")) for run in runs))
 
@@ -158,8 +167,8 @@ def _partition(settings: Settings) -> str:
 def _results(groups: Sequence[Group]) -> str:
     lines = []
     for group in groups:
-        summaries = [run.summary or {} for run in group.runs]
-        seeds = str(len(summaries))
+        summaries = [run.summary for run in group.runs if run.summary]
+        seeds = str(len(group.runs))
         lines.append(_row((group.name, seeds, *(column.cell(summaries) for column in COLUMNS))))
         for name, variants in _variants(summaries).items():
             lines.append(_row((name, seeds, *(column.cell(variants) for column in COLUMNS)), css="variant"))
@@ -174,9 +183,9 @@ def _results(groups: Sequence[Group]) -> str:
     )
 
 
-def _variants(summaries: Sequence[Record]) -> dict[str, list[Record]]:
+def _variants(summaries: Sequence[Summary]) -> dict[str, list[BestAndFinal]]:
     """Further models of the same runs, by name, where every seed has them."""
-    found: dict[str, list[Record]] = {}
+    found: dict[str, list[BestAndFinal]] = {}
     for summary in summaries:
         for name, numbers in summary.get("also", {}).items():
             found.setdefault(name, []).append(numbers)
@@ -213,10 +222,12 @@ def _value(settings: Settings, name: str) -> str:
     return str(settings[name]) if name in settings else "–"
 
 
-def _versions(runs: Sequence[Run]) -> str:
-    versions = [(run.summary or {}).get("versions", {}) for run in runs]
+def _versions(runs: Sequence[RunData]) -> str:
+    versions = [run.summary.get("versions", {}) if run.summary else {} for run in runs]
     names = dict.fromkeys(name for each in versions for name in each)
-    weights = dict.fromkeys(f"{n:,}" for run in runs if (n := (run.summary or {}).get("parameters")) is not None)
+    weights = dict.fromkeys(
+        f"{n:,}" for run in runs if run.summary and (n := run.summary.get("parameters")) is not None
+    )
     rows = [(name, ", ".join(dict.fromkeys(str(each.get(name, "–")) for each in versions))) for name in names]
     return _table((), [*rows, ("weights of the network", ", ".join(weights) or "–")], css="words")
 

@@ -28,8 +28,9 @@ from fedstill.engine.base import Engine
 from fedstill.engine.worker import Worker
 from fedstill.methods import registry
 from fedstill.methods.base import Method
+from fedstill.metrics.records import RoundRecord, Summary
 from fedstill.running import files
-from fedstill.running.directory import Record, RunDirectory
+from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import prepare_again, save_inputs
 from fedstill.running.logfile import logging_to
 from fedstill.running.loop import Listener, RoundLoop
@@ -42,8 +43,8 @@ log = logging.getLogger(__name__)
 class Result:
     """What a run came to."""
 
-    summary: Record  # as in summary.json
-    records: list[Record]  # as in metrics.jsonl
+    summary: Summary  # as in summary.json
+    records: list[RoundRecord]  # as in metrics.jsonl
     model: nn.Module  # the trained network: yours, if you brought one; untrained if the method has no global model
     path: Path | None  # the run directory, if it was kept
 

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fedstill.building.config import Config, read_toml, resolve
 from fedstill.core import tree, trust
@@ -20,11 +20,11 @@ from fedstill.core.files import GrowingFile, check_file, read_sealed_json, sha25
 from fedstill.core.index import Entries, Entry, Index, newest
 from fedstill.core.store import Store
 from fedstill.core.tree import Tree
+from fedstill.metrics.records import RoundRecord
 from fedstill.running import files
 
 log = logging.getLogger(__name__)
 
-Record = dict[str, Any]
 _KEPT = 2
 _LOCK = f"{files.CHECKPOINTS}/lock"
 _STANDS_ON = "stands on"  # in a checkpoint: the digests of what else is needed to go on from it
@@ -120,7 +120,7 @@ class RunDirectory:
             trust.check(self.path, settings)
         return resolve(settings, custom_method=custom_method)
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[RoundRecord]:
         """The rounds in metrics.jsonl. A line cut short by a crash, and what follows it, is left out."""
         path = self.path / files.METRICS
         return [record for _, record in _lines(path.read_bytes())] if path.exists() else []
@@ -134,7 +134,7 @@ class RunDirectory:
                 "config.toml or with --rounds, or start another run"
             )
 
-    def append(self, record: Record) -> None:
+    def append(self, record: RoundRecord) -> None:
         """One more line of metrics.jsonl, on disk when the next checkpoint is, and not there before the last one is."""
         self.settle()
         self._metrics.append((to_json(record) + "\n").encode())
@@ -426,9 +426,9 @@ def _numbered(folder: Path, prefix: str, suffix: str = "") -> dict[int, Path]:
     return dict(sorted((int(n), p) for p, n in found.items() if n.isascii() and n.isdecimal() and len(n) < 10))
 
 
-def _lines(data: bytes) -> list[tuple[bytes, Record]]:
+def _lines(data: bytes) -> list[tuple[bytes, RoundRecord]]:
     """The lines of metrics.jsonl up to the first that is none."""
-    found: list[tuple[bytes, Record]] = []
+    found: list[tuple[bytes, RoundRecord]] = []
     for line in data.removesuffix(b"\n").split(b"\n"):
         try:
             record = json.loads(line)
@@ -436,7 +436,7 @@ def _lines(data: bytes) -> list[tuple[bytes, Record]]:
             break
         if not isinstance(record, dict) or type(record.get("round")) is not int:
             break
-        found.append((line, record))
+        found.append((line, cast(RoundRecord, record)))
     return found
 
 

@@ -15,7 +15,7 @@ from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Score, Source
 from fedstill.metrics.fairness import Fairness, fairness, fairness_of_counts
-from fedstill.running.directory import Record
+from fedstill.metrics.records import Scores
 
 _SCORED_AT_ONCE = 1000
 _NOTHING = {
@@ -36,10 +36,17 @@ class Evaluation:
     fair: Fairness
     untested: tuple[int, ...] = ()  # clients with tests of whom nothing was heard
 
-    def record(self) -> Record:
+    def record(self) -> Scores:
+        """The scores as a round's record has them."""
         fair = self.fair
-        quality = {"accuracy": self.accuracy, "loss": self.loss, "amp": fair.amp, "fm": fair.fm, "wlp": fair.wlp}
-        return quality | {"per_class": self.per_class}
+        return {
+            "accuracy": self.accuracy,
+            "loss": self.loss,
+            "amp": fair.amp,
+            "fm": fair.fm,
+            "wlp": fair.wlp,
+            "per_class": list(self.per_class),
+        }
 
 
 def evaluate(engine: Engine, federation: Federation, model: Tensor) -> Evaluation:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,14 +30,15 @@ from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import FinalExchange, Train, Worker
 from fedstill.methods.base import Server, misfit
+from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Summary
 from fedstill.models.base import Wrapped
 from fedstill.running import files
 from fedstill.running.colluding import colluding
-from fedstill.running.directory import Record, RunDirectory, to_json, without_nan
+from fedstill.running.directory import RunDirectory, to_json, without_nan
 from fedstill.running.evaluation import Evaluation, evaluate, tested
 from fedstill.running.judging import History, Judge
 from fedstill.running.machine import make_engine, one_thread, server_threads
-from fedstill.running.records import QUALITY, Tally, of_own_models, summarise, versions
+from fedstill.running.records import NOT_EVALUATED, Tally, of_own_models, summarise, versions
 from fedstill.running.retries import Retries
 from fedstill.running.uplinks import Checked, RoundFailed
 
@@ -57,7 +58,7 @@ class Listener:
 
     def round_failed(self, text: str) -> None: ...
 
-    def round_done(self, record: Record) -> None: ...
+    def round_done(self, record: RoundRecord) -> None: ...
 
     def ended(self) -> None: ...
 
@@ -93,7 +94,7 @@ class RoundLoop:
             threads=server_threads(setup.config),
         )
         self.regional = {only.number: self.server} if only else self._regional_servers()
-        self.records: list[Record] = []
+        self.records: list[RoundRecord] = []
         self._settings = fixed(anchored(setup.config))  # for every checkpoint
         self._sizes = setup.federation.sizes
         # Of each region; to look for them among a million takes longer than a round.
@@ -136,14 +137,14 @@ class RoundLoop:
         for region in self.setup.hierarchy.regions:
             self.regional[region.number].sizes[region.clients] = sizes[region.clients]
 
-    def run(self) -> Record:
+    def run(self) -> Summary:
         """Run the rounds that are left and write the results."""
         try:
             return self._run_rounds()
         finally:
             self.listener.ended()
 
-    def _run_rounds(self) -> Record:
+    def _run_rounds(self) -> Summary:
         config = self.setup.config
         setup, regions = self.setup, self.setup.hierarchy.regions
         regional = () if setup.hierarchy.flat else tuple((region.task, region.method) for region in regions)
@@ -177,12 +178,12 @@ class RoundLoop:
         summary |= {"parameters": setup.task.size, "versions": versions()}
         if self.setup.method.has_final_exchange and evaluation is not None:
             last = {f"final_{name}": value for name, value in without_nan(evaluation.record()).items()}
-            summary["also"] = {"after the last exchange": last, **summary.get("also", {})}
+            summary["also"] = {"after the last exchange": cast(BestAndFinal, last), **summary.get("also", {})}
         self._write_results(summary, evaluation)
         log.info("finished")
         return summary
 
-    def _run_round(self, engine: Engine, round_: int) -> tuple[Record, Evaluation | None]:
+    def _run_round(self, engine: Engine, round_: int) -> tuple[RoundRecord, Evaluation | None]:
         config, hierarchy = self.setup.config, self.setup.hierarchy
         began = time.perf_counter()
         last = round_ == config.rounds
@@ -190,7 +191,7 @@ class RoundLoop:
         due = meets and (last or self._evaluates(round_))
         tally, present = self.train_round(engine, round_, measure=due)
         after = self._teachers_after(engine, present) if self._follows_aggregation(round_) else {}
-        episode = self._aggregate_regions(engine, present, compare=due) if hierarchy.ends_episode(round_) else {}
+        episode = self._aggregate_regions(engine, present, compare=due) if hierarchy.ends_episode(round_) else None
         for server in (self.server, *self.regional.values()):  # before it can become a checkpoint
             if not torch.isfinite(server.model).all():
                 which = "the global model" if server is self.server else f"the model of region {server.region + 1}"
@@ -199,10 +200,11 @@ class RoundLoop:
         models = self._models() if due else {}
         evaluations = {name: evaluate(engine, self.setup.federation, model) for name, model in models.items()}
         main = next(iter(evaluations.values()), None)
-        record: Record = {"round": round_, "evaluated": due, **dict.fromkeys(QUALITY)}
+        record: RoundRecord = {"round": round_, "evaluated": due}
+        record |= cast(RoundRecord, NOT_EVALUATED)
         if due:
             record["local_accuracy"] = tally.mean("local_accuracy")
-            record |= main.record() if main else of_own_models(tally)
+            record |= cast(RoundRecord, main.record() if main else of_own_models(tally))
         record |= {
             "train_loss": tally.mean("train_loss"),
             "bytes_down": tally.bytes_down,
@@ -211,7 +213,7 @@ class RoundLoop:
             "dropped": tally.dropped,
             "seconds": trained - began,
             "client_seconds": tally.client_seconds,
-            "server_seconds": tally.server_seconds + episode.get("server_seconds", 0.0),
+            "server_seconds": tally.server_seconds + (episode["server_seconds"] if episode else 0.0),
             "eval_seconds": time.perf_counter() - trained,
         }
         others = list(evaluations.items())[1:]
@@ -309,10 +311,10 @@ class RoundLoop:
 
     def _follows_aggregation(self, round_: int) -> bool:
         """Whether the regions have just trained for one round on what a meeting that was evaluated gave them."""
-        before = self.records[-1] if self.records else {}
-        return before.get("round") == round_ - 1 and "student" in before.get("episode", {})
+        before = self.records[-1] if self.records else None
+        return before is not None and before["round"] == round_ - 1 and "student" in before.get("episode", {})
 
-    def _teachers_after(self, engine: Engine, present: Sequence[Region]) -> Record:
+    def _teachers_after(self, engine: Engine, present: Sequence[Region]) -> dict[str, float | None]:
         """How the regions' models do, one round after they met."""
         return {
             region.name: tested(engine, self.setup.federation, self.regional_model(region))[0] for region in present
@@ -343,10 +345,10 @@ class RoundLoop:
         tally.left_out += self._names(uplinks.dropped) if engine.remote else []
         tally.server_seconds += time.perf_counter() - began - uplinks.waited
 
-    def _aggregate_regions(self, engine: Engine, present: list[Region], *, compare: bool) -> Record:
+    def _aggregate_regions(self, engine: Engine, present: list[Region], *, compare: bool) -> EpisodeRecord:
         """The end of an episode: one model of all regions' models, for all of them."""
         models = {region.name: self.regional_model(region) for region in present}
-        teachers: Record = {}
+        teachers: dict[str, EpisodeModel] = {}
         for name, model in models.items() if compare else ():
             accuracy, confusion = tested(engine, self.setup.federation, model)
             teachers[name] = {"accuracy": accuracy, "confusion": confusion.tolist()}
@@ -364,7 +366,8 @@ class RoundLoop:
         moved = 2 * nbytes({"model": self.server.model}) * len(models)
         log.info("episode %d: %s", number, ", ".join(f"{k} {v}" for k, v in self.server.notes.items() if k in _LOGGED))
         episode = {"number": number, "regions": list(models), "bytes": moved, **self.server.notes}
-        return episode | {"server_seconds": seconds} | ({"teachers": teachers} if teachers else {})
+        episode |= {"server_seconds": seconds} | ({"teachers": teachers} if teachers else {})
+        return cast(EpisodeRecord, episode)  # with what the method notes, which is its own
 
     def regional_model(self, region: Region) -> Tensor:
         """The model of a region: what it would give its own clients."""
@@ -426,7 +429,7 @@ class RoundLoop:
         self.directory.checkpoint(self.server.round, state, sorted(self._active_since_checkpoint))
         self._active_since_checkpoint.clear()
 
-    def _write_results(self, summary: Record, evaluation: Evaluation | None) -> None:
+    def _write_results(self, summary: Summary, evaluation: Evaluation | None) -> None:
         federation, rows = self.setup.federation, io.BytesIO()  # lines as objects would take more than all else
         local = evaluation.fair.local if evaluation else np.full(federation.clients, np.nan)
         rows.write(b"client,train_samples,test_samples,accuracy\n")

@@ -5,17 +5,25 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import numpy as np
 
 from fedstill.building.config import Config
-from fedstill.running.directory import Record
+from fedstill.metrics.records import BestAndFinal, RoundRecord, Scores, Summary, value_of
 from fedstill.running.uplinks import Checked
 
-QUALITY = ("accuracy", "loss", "amp", "fm", "wlp", "local_accuracy")
+NOT_EVALUATED: Scores = {
+    "accuracy": None,
+    "loss": None,
+    "amp": None,
+    "fm": None,
+    "wlp": None,
+    "local_accuracy": None,
+}
+QUALITY = tuple(NOT_EVALUATED)
 LOWER_IS_BETTER = ("loss", "fm")
 FINAL_EVALUATIONS = 5
-_COUNTED = ("bytes_down", "bytes_up", "dropped")
 
 
 class Tally:
@@ -46,7 +54,7 @@ class Tally:
         return sum(values) / len(values) if values else None
 
 
-def of_own_models(uplinks: Tally) -> Record:
+def of_own_models(uplinks: Tally) -> Scores:
     """The same numbers where there is no global model: of the active clients' own models, on average."""
     local = np.array(uplinks.metrics.get("local_accuracy", []))
     known = len(local) > 0
@@ -59,18 +67,21 @@ def of_own_models(uplinks: Tally) -> Record:
     }
 
 
-def summarise(config: Config, records: Sequence[Record], final_exchange: Mapping[str, int]) -> Record:
+def summarise(config: Config, records: Sequence[RoundRecord], final_exchange: Mapping[str, int]) -> Summary:
     """Best and final numbers, and the cost; `final_exchange` is what crossed after the last round."""
     scored = [r for r in records if r["evaluated"]]
     last = scored[-FINAL_EVALUATIONS:]
-    summary: Record = {"method": config.method, "seed": config.seed, "rounds": len(records)}
-    summary |= _best_and_final(scored)
+    summary: Summary = {"method": config.method, "seed": config.seed, "rounds": len(records)}
+    summary |= cast(Summary, _best_and_final(scored))
     summary |= {
         "final_is_mean_of": len(last),
         "best_round": max(scored, key=lambda r: r["accuracy"] or 0)["round"],
         "final_per_class": last[-1].get("per_class"),
-        **{name: sum(r[name] for r in records) + final_exchange.get(name, 0) for name in _COUNTED},
-        **{name: sum(r[name] for r in records) for name in ("seconds", "eval_seconds")},
+        "bytes_down": sum(r["bytes_down"] for r in records) + final_exchange.get("bytes_down", 0),
+        "bytes_up": sum(r["bytes_up"] for r in records) + final_exchange.get("bytes_up", 0),
+        "dropped": sum(r["dropped"] for r in records) + final_exchange.get("dropped", 0),
+        "seconds": sum(r["seconds"] for r in records),
+        "eval_seconds": sum(r["eval_seconds"] for r in records),
         "bytes_regions": sum(r["episode"]["bytes"] for r in records if "episode" in r),
     }
     if also := last[-1].get("also"):
@@ -81,17 +92,17 @@ def summarise(config: Config, records: Sequence[Record], final_exchange: Mapping
     return summary
 
 
-def _best_and_final(scored: list[Record]) -> Record:
+def _best_and_final(scored: Sequence[Scores]) -> BestAndFinal:
     """The best of each number, and the mean of the last five, over the rounds that were evaluated."""
-    found: Record = {}
+    found: dict[str, float | None] = {}
     for name in QUALITY:
-        values = [r.get(name) for r in scored]
+        values = [value_of(r, name) for r in scored]
         known = [v for v in values if v is not None]
         final = [v for v in values[-FINAL_EVALUATIONS:] if v is not None]
         pick = min if name in LOWER_IS_BETTER else max
         found[f"best_{name}"] = pick(known) if known else None
         found[f"final_{name}"] = sum(final) / len(final) if final else None
-    return found
+    return cast(BestAndFinal, found)
 
 
 def versions() -> dict[str, str]:

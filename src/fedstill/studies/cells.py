@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fedstill.building.config import IRRELEVANT, Config, anchored
 from fedstill.building.data import data_source, load_data
@@ -23,8 +23,9 @@ from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.core.files import read_json
 from fedstill.core.processes import die_with_parent
 from fedstill.data.dataset import Dataset
+from fedstill.metrics.records import RoundRecord, Summary
 from fedstill.running import api, files
-from fedstill.running.directory import Record, RunDirectory, check_result
+from fedstill.running.directory import RunDirectory, check_result
 from fedstill.running.loop import Listener
 from fedstill.running.machine import check_engine, cores, one_thread
 
@@ -40,7 +41,7 @@ class Cell:
     path: Path
     config: Config
 
-    def summary(self) -> Record:
+    def summary(self) -> Summary:
         """What the finished run came to."""
         try:
             check_result(self.path, files.SUMMARY)
@@ -49,9 +50,9 @@ class Cell:
             raise DataError(f"{error}; delete {self.path} to run it again") from error
         if not isinstance(found, dict):
             raise DataError(f"{self.path}/summary.json is not a run's; delete {self.path} to run it again")
-        return found
+        return cast(Summary, found)
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[RoundRecord]:
         check_result(self.path, files.METRICS)
         return RunDirectory.open(self.path, lock=False).records()
 
@@ -190,10 +191,10 @@ def _hear(
 
 
 class _Tell(Listener):
-    def __init__(self, tell: Callable[[Record], None]) -> None:
+    def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
         self._tell = tell
 
-    def round_done(self, record: Record) -> None:
+    def round_done(self, record: RoundRecord) -> None:
         self._tell({"round": record["round"]})
 
 
@@ -202,7 +203,7 @@ def _one(cell: Cell, workers: int, pipe: Connection, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     die_with_parent(parent)
 
-    def tell(message: Record) -> None:
+    def tell(message: dict[str, Any]) -> None:
         pipe.send_bytes(json.dumps(message).encode())
 
     try:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedstill.metrics.records import RoundRecord, value_of
 from fedstill.metrics.statistics import Paired, Spread, paired, spread
-from fedstill.running.directory import Record
 from fedstill.studies.cells import Cell
 
 # Columns of a comparison, and whether a larger number is better.
@@ -36,12 +36,17 @@ class Row:
     def name(self) -> str:
         return self.method + (f" ({self.variant})" if self.variant else "")
 
+    @property
+    def place(self) -> str:
+        """The swept settings in words."""
+        return ", ".join(f"{key} = {value}" for key, value in self.settings.items())
+
     def values(self, metric: str) -> list[float | None]:
         """A number of each seed."""
         if metric in TO_TARGET:
             return [to_target(cell.records(), cell.config.target, self.variant)[metric] for cell in self.cells]
         summaries = [cell.summary() for cell in self.cells]
-        return [(s["also"][self.variant] if self.variant else s).get(metric) for s in summaries]
+        return [value_of(s["also"][self.variant] if self.variant else s, metric) for s in summaries]
 
     def spread(self, metric: str) -> Spread | None:
         """Mean and deviation over the seeds; None if a seed lacks the number."""
@@ -57,9 +62,9 @@ class Row:
         sign = 1 if METRICS.get(metric, True) else -1
         return paired([sign * a for a, _ in pairs], [sign * b for _, b in pairs])
 
-    def record(self, baseline: Row | None) -> Record:
+    def record(self, baseline: Row | None) -> dict[str, Any]:
         """The row as data: every seed's numbers, and what they come to."""
-        found: Record = {"method": self.method, "model": self.variant, "settings": self.settings}
+        found: dict[str, Any] = {"method": self.method, "model": self.variant, "settings": self.settings}
         found["runs"] = [str(cell.path) for cell in self.cells]
         found["seeds"] = [cell.config.seed for cell in self.cells]
         for metric in (*METRICS, "bytes_down", "bytes_up", "seconds", *TO_TARGET):
@@ -95,7 +100,7 @@ def grid(
     return tables
 
 
-def to_target(records: Sequence[Record], target: float, variant: str = "") -> dict[str, float | None]:
+def to_target(records: Sequence[RoundRecord], target: float, variant: str = "") -> dict[str, float | None]:
     """What it took to reach an accuracy for the first time: rounds, bytes both ways, seconds without evaluation."""
     if not target:
         return dict.fromkeys(TO_TARGET)

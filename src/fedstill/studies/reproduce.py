@@ -19,8 +19,8 @@ from fedstill.aggregate.mean import weighted_mean
 from fedstill.building.config import IRRELEVANT, Config, anchored
 from fedstill.building.setup import prepare
 from fedstill.methods import registry
+from fedstill.metrics.records import RoundRecord
 from fedstill.metrics.statistics import Spread, spread
-from fedstill.running.directory import Record
 from fedstill.running.machine import cores, one_thread
 from fedstill.studies import presets
 from fedstill.studies.cells import Cell
@@ -256,7 +256,7 @@ def _best(cell: Cell, model: str) -> float:
     return float((summary["also"][model] if model else summary)["best_accuracy"])
 
 
-def _of_meeting(records: Sequence[Record], model: str) -> float | None:
+def _of_meeting(records: Sequence[RoundRecord], model: str) -> float | None:
     """Accuracy at the last meeting of which is known how the regions did one round later.
 
     `model` is "student", or "region N before" or "region N after" it.
@@ -268,7 +268,9 @@ def _of_meeting(records: Sequence[Record], model: str) -> float | None:
     if model == "student":
         return _number(episode["student"]["accuracy"])
     region, _, when = model.rpartition(" ")
-    return _number(after.get(region) if when == "after" else episode["teachers"].get(region, {}).get("accuracy"))
+    if when == "after":
+        return _number(after.get(region))
+    return _number(episode["teachers"][region]["accuracy"] if region in episode["teachers"] else None)
 
 
 def _number(value: object) -> float | None:
@@ -286,8 +288,8 @@ def retaught(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[str, dict[str, 
             teachers.setdefault(f"Teacher {n}", []).append(saved.accuracy(model))
         mean = weighted_mean((model, 1) for model in saved.teachers.values())
         teachers.setdefault(MEAN, []).append(saved.accuracy(mean))
-        for values, lesson in zip(students, saved.teach([point.config.hyper for point in points]), strict=True):
-            values.append(lesson.accuracy)
+        for values, student in zip(students, saved.teach([point.config.hyper for point in points]), strict=True):
+            values.append(student.accuracy)
     for point, values in zip(points, students, strict=True):
         for teacher, accuracies in teachers.items():
             yield teacher, point.at, accuracies

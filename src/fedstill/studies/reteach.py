@@ -23,7 +23,7 @@ from fedstill.train.evaluate import score
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TaughtStudent:
     """What a global stage made of saved teachers."""
 
     settings: dict[str, Any]  # those that differ from the run's
@@ -55,7 +55,7 @@ class SavedEpisode:
             predicted = score(self.setup.task, model, test.x, test.y)["predicted"]
         return float((predicted == test.y).double().mean())
 
-    def teach(self, variants: Sequence[Mapping[str, Any]]) -> Iterator[Lesson]:
+    def teach(self, variants: Sequence[Mapping[str, Any]]) -> Iterator[TaughtStudent]:
         """The stage with each of several groups of the method's settings, one after the other."""
         config = self.setup.config
         methods = [registry.make(config.method, config.hyper | dict(variant)) for variant in variants]
@@ -73,4 +73,4 @@ class SavedEpisode:
             with one_thread(), torch.random.fork_rng(devices=[]):
                 method.merge(server, list(self.teachers.values()))
             seconds = time.perf_counter() - began
-            yield Lesson(dict(variant), self.accuracy(server.model), seconds)
+            yield TaughtStudent(dict(variant), self.accuracy(server.model), seconds)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedstill.core.errors import DataError, in_one_line
 from fedstill.data.dataset import Dataset
-from fedstill.data.formats.decoded import Array, Decoded, Part, finish, hold_out, to_dataset
+from fedstill.data.formats.decoded import Array, Decoded, SplitArrays, finish, hold_out, to_dataset
 from fedstill.data.formats.images import class_order
 
 CHANNELS = (1, 3, 4)
@@ -118,11 +118,11 @@ def decode(arrays: dict[str, Array], classes: Sequence[str] | None = None, where
                 f"{where}: test samples are {len(x_test)} of {x_test.shape[1:]} {x_test.dtype}, "
                 f"training samples {x.shape[1:]} {x.dtype}"
             )
-        train, test = Part(x, y[""], client.get("")), Part(x_test, y["_test"], client.get("_test"))
+        train, test = SplitArrays(x, y[""], client.get("")), SplitArrays(x_test, y["_test"], client.get("_test"))
     else:
         owner = client.get("")
         at = hold_out(y[""], owner)
-        train, test = (Part(x[i], y[""][i], None if owner is None else owner[i]) for i in at)
+        train, test = (SplitArrays(x[i], y[""][i], None if owner is None else owner[i]) for i in at)
     return Decoded(train, test, tuple(classes), client_names)
 
 

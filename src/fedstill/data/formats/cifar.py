@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedstill.core.errors import DataError, in_one_line
-from fedstill.data.formats.decoded import Array, Decoded, Part
+from fedstill.data.formats.decoded import Array, Decoded, SplitArrays
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 # fmt: off
@@ -45,13 +45,13 @@ def decode(paths: Sequence[Path], classes: tuple[str, ...]) -> Decoded:
         if y.min() < 0 or y.max() >= len(classes):
             raise DataError(f"{path}: damaged (labels outside 0..{len(classes) - 1})")
 
-    def part(batches: list[tuple[Array, Array]]) -> Part:
+    def part(batches: list[tuple[Array, Array]]) -> SplitArrays:
         x = np.empty((sum(len(y) for _, y in batches), SIDE, SIDE, 3), np.uint8)
         start = 0
         for pixels, _ in batches:
             x[start : start + len(pixels)] = pixels.reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)
             start += len(pixels)
-        return Part(x, np.concatenate([y for _, y in batches]))
+        return SplitArrays(x, np.concatenate([y for _, y in batches]))
 
     return Decoded(part(batches[:-1]), part(batches[-1:]), classes)
 

@@ -36,7 +36,7 @@ def source_file(path: Path) -> SourceFile:
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitArrays:
     """Arrays of one split. uint8 with four axes means images, (N, H, W, C)."""
 
     x: Array
@@ -48,8 +48,8 @@ class Part:
 class Decoded:
     """A dataset as arrays, ready to be stored."""
 
-    train: Part
-    test: Part
+    train: SplitArrays
+    test: SplitArrays
     classes: tuple[str, ...]
     client_names: tuple[str, ...] = ()
     mean: tuple[float, ...] = ()
@@ -128,7 +128,7 @@ def hold_out(y: Array, client: Array | None = None) -> tuple[Array, Array]:
 def to_dataset(decoded: Decoded, name: str) -> Dataset:
     """Tensors that share the arrays' memory; images become (N, C, H, W) in channels-last memory."""
 
-    def split(part: Part) -> Split:
+    def split(part: SplitArrays) -> Split:
         # PyTorch shares only memory that it may write.
         x = torch.from_numpy(part.x if part.x.flags.writeable else part.x.copy())
         client = None if part.client is None else torch.from_numpy(part.client)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fedstill.core.errors import DataError
-from fedstill.data.formats.decoded import Array, Decoded, Part
+from fedstill.data.formats.decoded import Array, Decoded, SplitArrays
 
 DIGITS = tuple(string.digits)
 FASHION = (
@@ -72,7 +72,7 @@ def decode(paths: Sequence[Path], classes: tuple[str, ...], first_label: int = 0
     EMNIST stores every image with rows and columns exchanged, and its letters are numbered from 1.
     """
 
-    def part(images: Path, labels: Path) -> Part:
+    def part(images: Path, labels: Path) -> SplitArrays:
         x, y = read(images), read(labels).astype(np.int64)
         if x.ndim != 3 or y.ndim != 1:
             raise DataError(f"{images if x.ndim != 3 else labels}: unexpected number of axes")
@@ -82,6 +82,6 @@ def decode(paths: Sequence[Path], classes: tuple[str, ...], first_label: int = 0
         if y.min() < 0 or y.max() >= len(classes):
             low, high = first_label, first_label + len(classes) - 1
             raise DataError(f"{labels}: labels outside {low}..{high}")
-        return Part(np.ascontiguousarray(x.transpose(0, 2, 1) if transposed else x)[..., None], y)
+        return SplitArrays(np.ascontiguousarray(x.transpose(0, 2, 1) if transposed else x)[..., None], y)
 
     return Decoded(part(paths[0], paths[1]), part(paths[2], paths[3]), classes)

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from fedstill.core.errors import DataError, in_one_line
-from fedstill.data.formats.decoded import Array, Decoded, Part, SourceFile, hold_out, source_file
+from fedstill.data.formats.decoded import Array, Decoded, SourceFile, SplitArrays, hold_out, source_file
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 GREY = ("1", "L", "LA")
@@ -204,8 +204,8 @@ def decode(tree: Tree, image_size: int = 0, colour: bool = False, classes: Seque
     if grey_train and grey_test and not colour:
         x_train, x_test = (np.ascontiguousarray(x[..., :1]) for x in (x_train, x_test))
     return Decoded(
-        Part(x_train, y[train_at], None if client is None else client[train_at]),
-        Part(x_test, y[test_at], None if client is None or tree.test else client[test_at]),
+        SplitArrays(x_train, y[train_at], None if client is None else client[train_at]),
+        SplitArrays(x_test, y[test_at], None if client is None or tree.test else client[test_at]),
         tuple(names),
         tuple(client_names),
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from fedstill.core.errors import DataError, in_one_line
-from fedstill.data.formats.decoded import Array, Decoded, Part
+from fedstill.data.formats.decoded import Array, Decoded, SplitArrays
 from fedstill.data.formats.idx import DIGITS
 
 # Of the format's level 5: what data elements are made of, and the classes of arrays of numbers.
@@ -29,7 +29,7 @@ def decode(paths: Sequence[Path]) -> Decoded:
     return Decoded(_read(paths[0]), _read(paths[1]), DIGITS)
 
 
-def _read(path: Path) -> Part:
+def _read(path: Path) -> SplitArrays:
     try:
         content = _variables(path.read_bytes())
         images, labels = content["X"], content["y"].reshape(-1).astype(np.int64)
@@ -42,7 +42,7 @@ def _read(path: Path) -> Part:
         )
     if not len(labels) or labels.min() < 0 or labels.max() > 10:
         raise DataError(f"{path}: labels outside 1..10")
-    return Part(np.ascontiguousarray(images.transpose(3, 0, 1, 2)), labels % 10)
+    return SplitArrays(np.ascontiguousarray(images.transpose(3, 0, 1, 2)), labels % 10)
 
 
 def _variables(data: bytes) -> dict[str, Array]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from fedstill.core.errors import DataError
 from fedstill.data.formats.arrays import decode as decode_arrays
-from fedstill.data.formats.decoded import Array, Decoded, Part
+from fedstill.data.formats.decoded import Array, Decoded, SplitArrays
 
 AG_NEWS = ("World", "Sports", "Business", "Sci/Tech")
 GLOSSES = ("animal", "artifact", "food", "location", "plant")
@@ -50,7 +50,7 @@ class Corpus:
         rows = np.arange(len(self.texts), dtype=np.int64)[:, None]  # texts by number, until there are tokens
         if self.labels is None:
             # The test part is never looked at, but nothing at all could not be kept.
-            part, one = (Part(r, np.zeros(len(r), np.int64)) for r in (rows, rows[:1]))
+            part, one = (SplitArrays(r, np.zeros(len(r), np.int64)) for r in (rows, rows[:1]))
             return Decoded(part, one, ("",)), self.texts, self.texts[:1]
         given: dict[str, Array | None] = {"x": rows, "y": self.labels, "client": self.client}
         if self.test_texts is not None:

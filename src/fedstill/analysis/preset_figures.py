@@ -4,37 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from fedstill.analysis import figures
+from fedstill.analysis.figures import Progress, episode_matrices
 from fedstill.analysis.final import FinalModel
+from fedstill.analysis.runs import last_evaluated_episode
 from fedstill.building.data import divide, load_data
-from fedstill.cli import pictures
-from fedstill.cli.commands import say
+from fedstill.metrics.records import RoundRecord
 from fedstill.report import style
 from fedstill.report.bars import swept_bars
 from fedstill.report.bubbles import swept_bubbles
 from fedstill.report.confusion import confusion
 from fedstill.report.curves import swept_curves
 from fedstill.report.runs import value
-from fedstill.running.directory import Record
 from fedstill.studies.cells import Cell
 from fedstill.studies.presets import METRICS, Point
 from fedstill.studies.reproduce import Entry, Plan
 
 
-def draw(plan: Plan, numbers: Sequence[Entry], out: Path) -> None:
-    """The figure of a preset whose runs are finished, if it is one; `numbers` are those of its table."""
-    if plan.preset.shows == "table":
-        return
+def draw(plan: Plan, numbers: Sequence[Entry], out: Path, progress: Progress | None = None) -> bool:
+    """Draw a preset whose runs are finished, if it is a figure, and tell whether it is.
+
+    `numbers` are those of its table; `progress` shows how far a long computation is.
+    """
+    shows = plan.preset.shows
+    if shows == "table":
+        return False
     title = f"{plan.name} ({plan.scale} scale): {plan.title}"
-    _KINDS[plan.preset.shows](plan, numbers, out, title)
-    say(f"saved: {out}")
+    if shows == "landscape":
+        shown: dict[str, Any] = {"progress": progress} if progress else {}
+        figures.draw_landscape(_models(plan), out, _of_first_seed(title, plan), **shown)
+    else:
+        _KINDS[shows](plan, numbers, out, title)
+    return True
 
 
 def _curves(plan: Plan, numbers: Sequence[Entry], out: Path, title: str) -> None:
     """A line for each row, a panel for each point of the sweep and each metric."""
     metrics = list(dict.fromkeys(_of_ours(metric)[1] for metric in plan.preset.metrics)) or ["accuracy"]
-    places: dict[str, dict[str, list[list[Record]]]] = {}
+    places: dict[str, dict[str, list[list[RoundRecord]]]] = {}
     for point, cells in plan.runs:
         lines = places.setdefault(_place(point.at), {})
         lines[point.row] = [_of_model(cell.records(), point.model) for cell in cells]
@@ -62,12 +71,12 @@ def _bubbles(plan: Plan, numbers: Sequence[Entry], out: Path, title: str) -> Non
 
 
 def _confusion(plan: Plan, numbers: Sequence[Entry], out: Path, title: str) -> None:
-    """The final models; of runs with regions, those that met last and what they taught."""
-    matrices: dict[str, Any] = {}
+    """The final models; of runs with regions, those of the last episode's end and what they taught."""
+    matrices: figures.Matrices = {}
     for name, cell in _first_seeds(plan).items():
-        if met := pictures.last_meeting(cell.records()):
-            matrices |= {f"{name}, {region}": teacher["confusion"] for region, teacher in met["teachers"].items()}
-            matrices[f"{name}, student"] = met["student"]["confusion"]
+        if episode := last_evaluated_episode(cell.records()):
+            matrices |= {f"{name}, {region}": matrix for region, matrix in episode_matrices(episode).items()}
+            matrices[f"{name}, student"] = episode["student"]["confusion"]
         else:
             matrices[name] = FinalModel(cell.path).confusion().tolist()
     text = _of_first_seed(f"{title}, in per cent of the class", plan)
@@ -75,19 +84,15 @@ def _confusion(plan: Plan, numbers: Sequence[Entry], out: Path, title: str) -> N
 
 
 def _tsne(plan: Plan, numbers: Sequence[Entry], out: Path, title: str) -> None:
-    pictures.tsne_of(_models(plan), out, _of_first_seed(title, plan))
-
-
-def _landscape(plan: Plan, numbers: Sequence[Entry], out: Path, title: str) -> None:
-    pictures.landscape_of(_models(plan), out, _of_first_seed(title, plan))
+    figures.draw_tsne(_models(plan), out, _of_first_seed(title, plan))
 
 
 def _distance(plan: Plan, numbers: Sequence[Entry], out: Path, title: str) -> None:
-    pictures.distance_of({_name(point): [cell.path for cell in cells] for point, cells in plan.runs}, out, title)
+    figures.draw_distance({_name(point): [cell.path for cell in cells] for point, cells in plan.runs}, out, title)
 
 
 def _toy(plan: Plan, numbers: Sequence[Entry], out: Path, title: str) -> None:
-    pictures.toy_of(out, f"{title}, and the share that each model gets right (seed 0)")
+    figures.draw_toy(out, f"{title}, and the share that each model gets right (seed 0)")
 
 
 _KINDS: dict[str, Callable[[Plan, Sequence[Entry], Path, str], None]] = {
@@ -96,7 +101,6 @@ _KINDS: dict[str, Callable[[Plan, Sequence[Entry], Path, str], None]] = {
     "bubbles": _bubbles,
     "confusion": _confusion,
     "tsne": _tsne,
-    "landscape": _landscape,
     "distance": _distance,
     "toy": _toy,
 }
@@ -129,6 +133,8 @@ def _of_ours(metric: str) -> tuple[str, str]:
     return (which, name) if which in ("final", "best") else ("", METRICS[metric][0])
 
 
-def _of_model(records: Sequence[Record], model: str) -> list[Record]:
+def _of_model(records: Sequence[RoundRecord], model: str) -> list[RoundRecord]:
     """The rounds as another model of the same run did in them."""
-    return [{"round": r["round"], **r.get("also", {}).get(model, {})} for r in records] if model else list(records)
+    if not model:
+        return list(records)
+    return [cast(RoundRecord, {"round": r["round"], **r.get("also", {}).get(model, {})}) for r in records]

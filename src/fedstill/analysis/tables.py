@@ -1,0 +1,166 @@
+"""The tables of runs and comparisons, as text by row and column; who shows them decides how they look."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fedstill.core.errors import SettingError
+from fedstill.methods import registry
+from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Summary, value_of
+from fedstill.metrics.statistics import ENOUGH, Spread
+from fedstill.studies.comparison import TO_TARGET, Row
+
+_INTERVAL = " · interval: 95 % bootstrap of the paired differences, too narrow for few seeds"
+
+
+@dataclass
+class TextTable:
+    """A table to be read; the first column names the rows. A row may be shorter than the columns."""
+
+    title: str
+    columns: tuple[str, ...]
+    caption: str | None = None
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add(self, *cells: str) -> None:
+        self.rows.append(cells)
+
+
+def results_table(summaries: Mapping[str, Summary]) -> TextTable:
+    """Finished runs by name, side by side, each followed by the further models that it evaluated."""
+    shown = TextTable(
+        "Results",
+        ("", "accuracy best", "final", "AMP", "FM", "WLP", "MB moved", "seconds"),
+        "final: mean of the last five evaluations · FM: smaller is fairer",
+    )
+    for name, s in summaries.items():
+        moved = (s["bytes_down"] + s["bytes_up"] + s.get("bytes_regions", 0)) / 1e6
+        shown.add(name, *_scores(s), f"{moved:.1f}", f"{s['seconds'] + s['eval_seconds']:.1f}")
+        for variant, scores in s.get("also", {}).items():
+            shown.add(f"  {variant}", *_scores(scores))
+    return shown
+
+
+def _scores(scores: Summary | BestAndFinal) -> list[str]:
+    fm = scores.get("final_fm")
+    return [
+        *(percent(value_of(scores, name)) for name in ("best_accuracy", "final_accuracy", "final_amp")),
+        "–" if fm is None else f"{fm:.4f}",
+        percent(scores.get("final_wlp")),
+    ]
+
+
+def comparison_table(rows: Sequence[Row], *, seeds: int) -> TextTable:
+    """Methods by metrics."""
+    over = f"mean ± standard deviation of {seeds} seeds · " if seeds > 1 else ""
+    shown = TextTable(
+        "Results" + _place(rows[0]),
+        ("", "accuracy best", "final", "AMP", "FM", "WLP"),
+        f"{over}final: mean of the last five evaluations · FM: smaller is fairer"
+        + (" · *: of the clients' own models, for there is no global one" if any(map(_own_models, rows)) else ""),
+    )
+    for row in rows:
+        shown.add(
+            _name(row) + "*" * _own_models(row),
+            *(_spread(row.spread(metric), 100, 2, " %") for metric in ("best_accuracy", "final_accuracy", "final_amp")),
+            _spread(row.spread("final_fm"), 1, 4),
+            _spread(row.spread("final_wlp"), 100, 2, " %"),
+        )
+    return shown
+
+
+def cost_table(rows: Sequence[Row], *, seeds: int) -> TextTable:
+    """What each method cost, and by how much it exceeds the first."""
+    target = rows[0].cells[0].config.target
+    difference = f"final accuracy over {rows[0].name}"
+    goal = [f"{what} to {100 * target:g} %" for what in ("rounds", "MB", "s")] if target else []
+    shown = TextTable(
+        "Cost" + _place(rows[0]),
+        ("", "MB moved", "seconds", *goal, *([difference, "wins"] if seeds > 1 else [])),
+        "means over seeds · seconds: beside other runs" + (_INTERVAL if seeds >= ENOUGH else ""),
+    )
+    for row in rows:
+        summaries = [cell.summary() for cell in row.cells]
+        moved = sum(s["bytes_down"] + s["bytes_up"] for s in summaries)
+        cost = [f"{moved / seeds / 1e6:.1f}", f"{sum(s['seconds'] for s in summaries) / seeds:.1f}"]
+        numbers = [_name(row), *(cost if not row.variant else ["", ""])]
+        if target:
+            took = [row.spread(metric) for metric in TO_TARGET]
+            numbers += [
+                "not in all" if t is None else f"{t.mean / unit:.1f}" for t, unit in zip(took, (1, 1e6, 1), strict=True)
+            ]
+        gap = row.against(rows[0], "final_accuracy") if seeds > 1 and row is not rows[0] else None
+        if gap:
+            interval = f" [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]" if gap.n >= ENOUGH else ""
+            numbers += [f"{100 * gap.mean:+.2f}{interval}", f"{gap.wins}/{gap.n}"]
+        shown.add(*numbers)
+    return shown
+
+
+def episodes_table(records: Sequence[RoundRecord]) -> TextTable:
+    """The episodes of a run with regions: what each region's model did before and after its end."""
+    ends = [(record["round"], record["episode"]) for record in records if "episode" in record]
+    after = {record["round"]: record.get("teachers_after", {}) for record in records}
+    regions = list(dict.fromkeys(name for _, episode in ends for name in episode["regions"]))
+    shown = TextTable(
+        "Episodes",
+        ("", "round", "stage", "disagreement", *regions, "global model", "server s"),
+        "accuracy of each region's model: before the meeting → one round after it",
+    )
+    for round_, episode in ends:
+        gap, later = episode.get("disagreement"), after.get(round_ + 1, {})
+        shown.add(
+            str(episode["number"]),
+            str(round_),
+            episode["stage"],
+            "–" if gap is None else f"{gap:.3f}",
+            *(_before_and_after(episode.get("teachers", {}), later, name) for name in regions),
+            percent(episode["student"]["accuracy"] if "student" in episode else None),
+            f"{episode['server_seconds']:.1f}",
+        )
+    return shown
+
+
+def _before_and_after(before: Mapping[str, EpisodeModel], after: Mapping[str, float | None], region: str) -> str:
+    if region not in before or before[region]["accuracy"] is None:
+        return ""
+    later = after.get(region)
+    return percent(before[region]["accuracy"]) + ("" if later is None else f" → {percent(later)}")
+
+
+def reliability_table(episode: EpisodeRecord, classes: Sequence[str]) -> TextTable:
+    """How reliable each region's model is on each class, at an episode's end."""
+    if "reliability" not in episode:
+        raise SettingError("--classes: no reliability was measured; lkd and f2l do")
+    title = "Reliability (AUC) of each region on each class, last episode"
+    shown = TextTable(title, ("class", *episode["regions"]))
+    for name, *values in zip(classes, *episode["reliability"], strict=True):
+        shown.add(name, *(f"{value:.3f}" for value in values))
+    return shown
+
+
+def percent(value: float | None) -> str:
+    """A share in per cent, a dash where there is none."""
+    return "–" if value is None else f"{100 * value:.2f} %"
+
+
+def _name(row: Row) -> str:
+    return row.name if not row.variant else f"  {row.variant}"
+
+
+def _own_models(row: Row) -> bool:
+    """Whether the numbers are of the clients' own models."""
+    config = row.cells[0].config
+    return not registry.make(config.method, config.hyper).global_model
+
+
+def _place(row: Row) -> str:
+    return f": {row.place}" if row.place else ""
+
+
+def _spread(found: Spread | None, factor: float, digits: int, unit: str = "") -> str:
+    if found is None:
+        return "–"
+    text = f"{factor * found.mean:.{digits}f}"
+    return text + (unit if found.n == 1 else f" ± {factor * found.std:.{digits}f}{unit}")

@@ -1,0 +1,118 @@
+"""What a run writes down about its rounds and about itself: the lines of metrics.jsonl, and summary.json.
+
+What is not a number there is None. Keys that not every round or run has are optional; those that a method adds
+on its own account are not declared, and found by `value_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Required, TypeAlias, TypedDict
+
+# None where it was not measured. Who reads a score that must be there need not ask: hence Any.
+Measured: TypeAlias = float | Any
+
+
+class Scores(TypedDict, total=False):
+    """How one model does on the global test set, and over the clients."""
+
+    accuracy: Measured
+    loss: Measured
+    amp: Measured
+    fm: Measured
+    wlp: Measured
+    local_accuracy: Measured  # of the models as clients trained them, on their own tests
+    per_class: list[Measured]
+
+
+class EpisodeModel(TypedDict):
+    """How a region's model or the global one does on the global test set, at an episode's end."""
+
+    accuracy: Measured
+    confusion: list[list[int]]  # true classes by predicted ones
+
+
+class EpisodeRecord(TypedDict, total=False):
+    """The end of an episode; what the method notes is among it."""
+
+    number: Required[int]
+    regions: Required[list[str]]  # those that took part, by name
+    bytes: Required[int]  # between the global server and the regions
+    stage: str  # "average", or the stage that the method ran
+    disagreement: Measured
+    reliability: list[list[float]]  # (regions, classes)
+    server_seconds: Required[float]
+    teachers: dict[str, EpisodeModel]  # the regions' models, if evaluated
+    student: EpisodeModel  # the global model, if evaluated
+
+
+class RoundRecord(Scores, total=False):
+    """One line of metrics.jsonl. The scores are those of the main model, None in a round without evaluation."""
+
+    round: Required[int]
+    evaluated: bool
+    train_loss: Measured
+    bytes_down: int
+    bytes_up: int
+    clients: int
+    dropped: int
+    seconds: float
+    client_seconds: float
+    server_seconds: float
+    eval_seconds: float
+    also: dict[str, Scores]  # further models, by name
+    episode: EpisodeRecord
+    server: dict[str, Any]  # what the method notes
+    teachers_after: dict[str, Measured]  # accuracy of each region's model, one round after an episode's end
+    left_out: list[str]  # sites whose answers do not count
+    untested: list[str]  # clients with tests that did not report a result
+
+
+class BestAndFinal(TypedDict, total=False):
+    """The best of each score, and the mean of its last evaluations."""
+
+    best_accuracy: Measured
+    final_accuracy: Measured
+    best_loss: Measured
+    final_loss: Measured
+    best_amp: Measured
+    final_amp: Measured
+    best_fm: Measured
+    final_fm: Measured
+    best_wlp: Measured
+    final_wlp: Measured
+    best_local_accuracy: Measured
+    final_local_accuracy: Measured
+    final_per_class: list[Measured] | None
+
+
+class Summary(BestAndFinal, total=False):
+    """What summary.json holds."""
+
+    method: Required[str]
+    seed: Required[int]
+    rounds: Required[int]
+    final_is_mean_of: int
+    best_round: int
+    bytes_down: int
+    bytes_up: int
+    dropped: int
+    seconds: float
+    eval_seconds: float
+    bytes_regions: int
+    also: dict[str, BestAndFinal]  # further models, by name
+    rounds_to_target: int | None
+    parameters: int
+    versions: dict[str, str]
+
+
+def value_of(record: Mapping[str, Any], name: str) -> float | None:
+    """A number of a record by a name that is data; dots lead into it, as in `also.without T1.accuracy`.
+
+    >>> value_of({"server": {"loss": 0.5}}, "server.loss")
+    0.5
+    """
+    found: Any = record
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found if isinstance(found, int | float) and not isinstance(found, bool) else None

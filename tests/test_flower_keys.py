@@ -8,6 +8,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -99,10 +100,10 @@ def test_a_certificate_of_tomorrow_is_not_valid_yet(tmp_path: Path) -> None:
             keys.check_dates(folder / "server.pem")
 
 
-@pytest.fixture
-def listening(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A server whose certificate has expired."""
-    folder = expired(tmp_path / "trial", authority=False)
+@contextmanager
+def listening_with_expired(place: Path) -> Iterator[tuple[Path, str]]:
+    """A server whose certificate has expired: its keys, and its address."""
+    folder = expired(place / "trial", authority=False)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.pem", folder / "server.key")
     with socket.create_server(("127.0.0.1", 0)) as door:
@@ -128,9 +129,8 @@ class Enough(Exception):
 
 
 def test_a_site_names_an_expired_certificate_at_once_and_waits(
-    listening: tuple[Path, str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, server = listening
     pauses: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -138,7 +138,12 @@ def test_a_site_names_an_expired_certificate_at_once_and_waits(
         if len(pauses) == 3:
             raise Enough
 
-    with patch("fedstill.flower.node.time.sleep", sleep), caplog.at_level(logging.WARNING), pytest.raises(Enough):
+    with (
+        listening_with_expired(tmp_path) as (folder, server),
+        patch("fedstill.flower.node.time.sleep", sleep),
+        caplog.at_level(logging.WARNING),
+        pytest.raises(Enough),
+    ):
         node._meet(server, folder / "ca.pem")
     assert [record.message for record in caplog.records if "has expired" in record.message] == [
         f"the certificate of {server} has expired; trying until it is valid: "

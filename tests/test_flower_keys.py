@@ -68,6 +68,16 @@ def test_the_command_line_makes_adds_and_revokes(tmp_path: Path) -> None:
     assert list(keys.public_keys(folder)) == ["west"]
 
 
+def test_a_server_need_not_ever_have_a_sites_private_key(tmp_path: Path) -> None:
+    folder = tmp_path / "trial"
+    shown = fedstill("keys", folder, "--host", "127.0.0.1")
+    assert shown.code == 0
+    assert f"fedstill keys add {folder} NAME --public FILE" in " ".join(shown.out.split())
+    (tmp_path / "west.pub").write_bytes(keys._pair()[1])
+    assert fedstill("keys", "add", folder, "west", "--public", tmp_path / "west.pub").code == 0
+    assert [path.name for path in (folder / "sites").iterdir()] == ["west.pub"]
+
+
 def expired(folder: Path, *, authority: bool) -> Path:
     """Keys whose server's certificate has expired, and perhaps the authority's too."""
     valid, make_authority = keys._VALID, keys._authority

@@ -19,6 +19,7 @@ import numpy as np
 from fedstill.core.device import find
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import read_sealed_json, write_sealed_json
+from fedstill.core.owner import private_folder
 from fedstill.core.reports import cleaned, sentence
 from fedstill.core.tree import Message, Tree
 from fedstill.data.dataset import Dataset
@@ -339,7 +340,7 @@ def serve(
     dataset = load_data(config, kept_tokenizer(out))
     pool = undivided(config, dataset)
     begun = (out / "config.toml").is_file()
-    directory = RunDirectory.open(out) if begun else RunDirectory.create(out, anchored(config))
+    directory = RunDirectory.open(out) if begun else _created(out, config)
     try:
         directory.check_rounds(config.rounds)
         link = Recorded(link, out / RECEIVED)
@@ -410,6 +411,13 @@ def serve(
         return Sites(worker, link, roll, terms, least=least)
 
     return api.execute(setup, directory, listener, engine, kind=kind)
+
+
+def _created(out: Path, config: Config) -> RunDirectory:
+    """For its owner alone, as what each site sent may be in there; the owner may share it later."""
+    directory = RunDirectory.create(out, anchored(config))
+    private_folder(out)
+    return directory
 
 
 def _check(config: Config) -> None:

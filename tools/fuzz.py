@@ -356,7 +356,7 @@ def _datasets(folder: Path) -> list[Target]:
     entry = folder / "cache"
     entry.mkdir()
     decoded = arrays.decode({"x": pixels, "y": labels.astype(np.int64)})
-    stored = cache._store(folder / "stored", decoded)
+    stored = cache._store(folder / "stored", decoded, "x")
     del stored
     meta = (folder / "stored" / "meta.json").read_bytes()
     return [

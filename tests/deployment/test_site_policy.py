@@ -381,6 +381,15 @@ def test_copies_that_nobody_uses_expire(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(cache.entries()) == 1
 
 
+def test_a_served_run_is_its_owners_alone_until_the_owner_shares_it(tmp_path: Path) -> None:
+    out, wire = tmp_path / "run", sites.Wire(tmp_path)
+    sites.served(wire, out, rounds=1)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o700
+    out.chmod(0o750)
+    sites.served(wire, out, rounds=2)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o750
+
+
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("flwr")
     from fedstill.flower.keys import make

@@ -8,6 +8,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -68,6 +69,16 @@ def test_the_command_line_makes_adds_and_revokes(tmp_path: Path) -> None:
     assert list(keys.public_keys(folder)) == ["west"]
 
 
+def test_a_server_need_not_ever_have_a_sites_private_key(tmp_path: Path) -> None:
+    folder = tmp_path / "trial"
+    shown = fedstill("keys", folder, "--host", "127.0.0.1")
+    assert shown.code == 0
+    assert f"fedstill keys add {folder} NAME --public FILE" in " ".join(shown.out.split())
+    (tmp_path / "west.pub").write_bytes(keys._pair()[1])
+    assert fedstill("keys", "add", folder, "west", "--public", tmp_path / "west.pub").code == 0
+    assert [path.name for path in (folder / "sites").iterdir()] == ["west.pub"]
+
+
 def expired(folder: Path, *, authority: bool) -> Path:
     """Keys whose server's certificate has expired, and perhaps the authority's too."""
     valid, make_authority = keys._VALID, keys._authority
@@ -102,10 +113,10 @@ def test_a_certificate_of_tomorrow_is_not_valid_yet(tmp_path: Path) -> None:
             keys.check_dates(folder / "server.pem")
 
 
-@pytest.fixture
-def listening(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A server whose certificate has expired."""
-    folder = expired(tmp_path / "trial", authority=False)
+@contextmanager
+def listening_with_expired(place: Path) -> Iterator[tuple[Path, str]]:
+    """A server whose certificate has expired: its keys, and its address."""
+    folder = expired(place / "trial", authority=False)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.pem", folder / "server.key")
     with socket.create_server(("127.0.0.1", 0)) as door:
@@ -131,9 +142,8 @@ class Enough(Exception):
 
 
 def test_a_site_names_an_expired_certificate_at_once_and_waits(
-    listening: tuple[Path, str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, server = listening
     pauses: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -141,7 +151,12 @@ def test_a_site_names_an_expired_certificate_at_once_and_waits(
         if len(pauses) == 3:
             raise Enough
 
-    with patch("fedstill.flower.node.time.sleep", sleep), caplog.at_level(logging.WARNING), pytest.raises(Enough):
+    with (
+        listening_with_expired(tmp_path) as (folder, server),
+        patch("fedstill.flower.node.time.sleep", sleep),
+        caplog.at_level(logging.WARNING),
+        pytest.raises(Enough),
+    ):
         node._wait_for_server(server, folder / "ca.pem")
     assert [record.message for record in caplog.records if "has expired" in record.message] == [
         f"the certificate of {server} has expired; trying until it is valid: "

@@ -199,6 +199,19 @@ def test_an_older_checkpoint_under_the_name_of_a_newer_one_is_noticed(tmp_path: 
     assert restored[0] == 2
 
 
+def test_a_run_without_a_sound_checkpoint_begins_again(interrupted: Path, undisturbed: Path, tmp_path: Path) -> None:
+    path = copy_of(interrupted, tmp_path / "run")
+    for checkpoint in (path / "checkpoints").glob("round-*"):
+        flip(checkpoint, 0.5)
+    answer = fedstill("resume", path)
+    assert answer.code
+    assert f"'fedstill rollback {path} --to 0'" in " ".join(answer.err.split())
+    assert fedstill("rollback", path, "--to", 0).code == 0
+    assert fedstill("resume", path).code == 0
+    expected, found = model(undisturbed), model(path)
+    assert all(torch.equal(found[part], expected[part]) for part in expected)
+
+
 def test_a_run_killed_between_the_index_and_its_checkpoint_goes_on(tmp_path: Path) -> None:
     made = few_rounds(tmp_path / "run")
     made.client_store.write(5, 4, {"written": 4})

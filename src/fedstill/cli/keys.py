@@ -35,17 +35,19 @@ Name = Annotated[str, typer.Argument(help="The site's name.")]
 @app.command()
 def make(
     directory: Annotated[Path, typer.Argument(help="Where to write them.")],
-    site: Annotated[list[str], typer.Option(help="A site's name; repeat it for each.")],
     host: Annotated[
         list[str], typer.Option(help="A name or address of the server, as sites know it; can be repeated.")
     ],
+    site: Annotated[
+        list[str] | None, typer.Option(help="A site's name; repeat it for each, or add sites by their own keys.")
+    ] = None,
 ) -> None:
     """Make certificates and keys for a trial on many machines; the word 'make' can be left out.
 
     \b
     fedstill keys trial --site north --site south --host server.example
     """
-    _network().make_keys(directory, site, host)
+    _network().make_keys(directory, site or [], host)
 
 
 @app.command()

@@ -45,10 +45,10 @@ def make_keys(directory: Path, sites: list[str], hosts: list[str]) -> None:
     from fedstill.flower.keys import make
 
     make(directory, sites, hosts)
-    say(
-        f"the server needs {directory}; a site needs {directory}/ca.pem and its own {directory}/sites/NAME, "
-        "and nobody else may have that"
-    )
+    own = f"its own {directory}/sites/NAME: carry that there, and delete it here, for nobody else may have it"
+    if not sites:
+        own = f"a key of its own, of which 'fedstill keys add {directory} NAME --public FILE' takes the .pub"
+    say(f"the server needs {directory}; a site needs {directory}/ca.pem and {own}")
 
 
 def add_key(directory: Path, site: str, public: Path | None) -> None:
@@ -56,7 +56,8 @@ def add_key(directory: Path, site: str, public: Path | None) -> None:
     from fedstill.flower.keys import add
 
     add(directory, site, public)
-    own = "" if public else f"it needs {directory}/ca.pem and {directory}/sites/{site}, which nobody else may have; "
+    own = f"it needs {directory}/ca.pem and {directory}/sites/{site}: carry that there, and delete it here; "
+    own = "" if public else own
     say(f"{site} is let in, by a server that runs too; {own}a run that has begun without it stays without it")
 
 

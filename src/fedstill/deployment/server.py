@@ -22,6 +22,7 @@ from fedstill.building.topology import assign
 from fedstill.core.device import find
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import read_sealed_json, write_sealed_json
+from fedstill.core.owner import private_folder
 from fedstill.core.tree import Message, Tree
 from fedstill.data.partition import IntArray
 from fedstill.deployment.audit import RecordedLink
@@ -196,7 +197,7 @@ def serve(
     dataset = load_data(config, saved_tokenizer(out))
     server_data = undivided(config, dataset)
     begun = (out / files.CONFIG).is_file()
-    directory = RunDirectory.open(out) if begun else RunDirectory.create(out, anchored(config))
+    directory = RunDirectory.open(out) if begun else _created(out, config)
     try:
         directory.check_rounds(config.rounds)
         link = RecordedLink(link, out / files.RECEIVED)
@@ -270,6 +271,13 @@ def serve(
         return SiteEngine(worker, link, registry, terms, least=least)
 
     return api.run_in_directory(setup, directory, listener, engine, loop_class=loop_class)
+
+
+def _created(out: Path, config: Config) -> RunDirectory:
+    """For its owner alone, as what each site sent may be in there; the owner may share it later."""
+    directory = RunDirectory.create(out, anchored(config))
+    private_folder(out)
+    return directory
 
 
 def _check(config: Config) -> None:

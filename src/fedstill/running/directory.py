@@ -219,8 +219,8 @@ class RunDirectory:
             return round_, state
         if problems:
             raise FedstillError(
-                f"no checkpoint can be read: {next(iter(problems.values()))}; put back what is damaged from a copy, or "
-                f"begin again with --force ('fedstill verify {self.path}' lists all)"
+                f"no checkpoint can be read: {next(iter(problems.values()))}; put back what is damaged from a copy "
+                f"('fedstill verify {self.path}' lists all), or begin again: 'fedstill rollback {self.path} --to 0'"
             )
         self._check_nothing_done()
         self._undo_after(0)

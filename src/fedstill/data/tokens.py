@@ -121,7 +121,8 @@ def encode(tokenizer: str, texts: Sequence[str], length: int) -> Array:
     made = _parsed(tokenizer)
     if made.id_to_token(0) not in PADDING:
         raise SettingError(f"tokenizer: token 0 must be padding, {' or '.join(sorted(PADDING))}, not a token of text")
-    model = json.loads(tokenizer)["model"]
+    with _refused(DataError, "not a tokenizer of the tokenizers library"):  # which takes what is not quite JSON
+        model = json.loads(tokenizer)["model"]
     if model.get("unk_token") == made.id_to_token(0) or model.get("unk_id") == 0:
         raise SettingError(
             "tokenizer: words that it does not know would become padding; give them a token of their own"

@@ -228,6 +228,21 @@ def test_a_run_killed_between_the_index_and_its_checkpoint_goes_on(tmp_path: Pat
     assert again[0] == 4
 
 
+def test_a_run_killed_before_its_index_was_written_begins_with_one(tmp_path: Path) -> None:
+    made = RunDirectory.create(tmp_path / "run", resolve({"method": "fedprox", "rounds": 9}))
+    made.index.path.unlink()
+    made.release()
+    again = RunDirectory.open(made.path)
+    store = again.regional_store(0)  # as servers of regions have it before the run is restored
+    assert again.restore() is None
+    store.write(5, 1, {"written": 1})
+    again.append({"round": 1})
+    again.checkpoint(1, {"model": torch.ones(4), "state": {}}, active=[5])
+    restored = again.restore()
+    assert restored is not None
+    assert restored[0] == 1
+
+
 def test_changed_settings_are_named_and_may_be_meant(interrupted: Path, tmp_path: Path) -> None:
     path = copy_of(interrupted, tmp_path / "run")
     config = path / "config.toml"

@@ -150,7 +150,7 @@ def test_a_matlab_file_is_read_as_scipy_does_and_may_lie_about_its_lengths(tmp_p
         assert fuzz.attempt(fuzz.Target("mat", [], lambda _: mat.decode([path, path])), b"") is None
 
 
-@pytest.mark.parametrize("seed", [3000002, 3000044, 777537])
+@pytest.mark.parametrize("seed", [3000002, 3000044, 777537, 9008313])
 def test_a_damaged_tokenizer_neither_panics_nor_overflows(tmp_path: Path, seed: int) -> None:
     """Found by these seeds: a panic of the library's, more tokens than a text was cut to, and what is no JSON."""
     target = next(target for target in fuzz.targets(tmp_path) if target.name == "tokenizer")

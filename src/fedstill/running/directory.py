@@ -44,6 +44,7 @@ class RunDirectory:
         self.server_store = Store(self.checkpoints / "server", durable=False)
         self.keep = _KEPT  # how many checkpoints, the newest ones
         self.pinned: Callable[[int], bool] = lambda round_: False  # whether an older one is kept too
+        self._regional: dict[int, Store] = {}
         self.index = Index(self.checkpoints / "index")
         self._metrics = GrowingFile(path / files.METRICS)
         self._saved: list[Entry] = []  # models that the next checkpoint's index names
@@ -87,7 +88,8 @@ class RunDirectory:
         self._set_run(self.index.run())
 
     def _set_run(self, number: str) -> None:
-        self.client_store.run = self.server_store.run = number
+        for store in (self.client_store, self.server_store, *self._regional.values()):
+            store.run = number
 
     @property
     def served(self) -> bool:
@@ -224,7 +226,8 @@ class RunDirectory:
             )
         self._check_nothing_done()
         self._undo_after(0)
-        self._begin_index()
+        if not self.client_store.run:  # killed before there was one
+            self._begin_index()
         return None
 
     def read_checkpoint(self, round_: int, *, everything: bool = False) -> Tree:
@@ -365,7 +368,10 @@ class RunDirectory:
 
     def regional_store(self, region: int) -> Store:
         """What a region's server keeps for single clients."""
-        return Store(self.checkpoints / f"server-{region}", durable=False, run=self.client_store.run)
+        if region not in self._regional:
+            path = self.checkpoints / f"server-{region}"
+            self._regional[region] = Store(path, durable=False, run=self.client_store.run)
+        return self._regional[region]
 
     def _stores(self) -> dict[int, Store]:
         """By their kind in the index."""

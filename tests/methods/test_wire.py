@@ -26,7 +26,7 @@ from fedstill.train.task import Task
 from support import commandline
 from support.quick import TINY, quick
 from support.recorder import record_rounds
-from support.runs import RunSmall, numbers, weights
+from support.runs import RunSmall, numbers, slow, weights
 
 WIDTHS = (16 * 16, 8, 10)  # of that network
 NAMES = registry.names()
@@ -56,7 +56,7 @@ def check_message(message: Message, parts: dict[str, Part]) -> None:
         assert tensor.dtype == parts[name].dtype, name
 
 
-@pytest.mark.parametrize("name", [*NAMES, *WITH_T1])
+@pytest.mark.parametrize("name", [*NAMES, *map(slow, WITH_T1)])
 def test_what_crosses_is_what_is_declared_and_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wire, crossings = declared(name)[1], record_rounds(monkeypatch)
     result = fedstill.run(name, **quick(name))
@@ -318,6 +318,7 @@ def client_states(path: Path) -> dict[int, Any]:
     return {k: state for k, state in states.items() if state is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATEFUL)
 def test_client_state_survives_resume_after_every_round_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Uninterrupted in one process, and stopped after each round in two; the cohorts differ."""

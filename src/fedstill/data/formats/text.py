@@ -116,7 +116,7 @@ def _check_header(path: Path, header: list[str], needed: Sequence[str]) -> None:
             raise DataError(f"{path}: two columns are called {name!r}")
     if lacking := [name for name in needed if name not in header]:
         further = len(header) - _SHOWN
-        found = " ".join(", ".join(header[:_SHOWN]).split())[:200]  # a quoted name may have lines
+        found = " ".join(", ".join(header[:_SHOWN]).split())[:400]  # a quoted name may have lines
         found = found + (f" and {further:,} more" if further > 0 else "") or "nothing"
         other = next((mark for mark in (";", "\t", "|") if len(header) == 1 and mark in header[0]), "")
         hint = f"; columns are separated by commas, and here it seems by {other!r}" if other else ""

@@ -106,7 +106,7 @@ def episodes_table(records: Sequence[RoundRecord]) -> TextTable:
     shown = TextTable(
         "Episodes",
         ("", "round", "stage", "disagreement", *regions, "global model", "server s"),
-        "accuracy of each region's model: before the meeting → one round after it",
+        "accuracy of each region's model: before the aggregation of regions → one round after it",
     )
     for round_, episode in ends:
         gap, later = episode.get("disagreement"), after.get(round_ + 1, {})

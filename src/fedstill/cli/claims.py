@@ -68,8 +68,8 @@ def say(found: Saved, text: str, source: Path, page: Path | None) -> None:
     for number, claim in enumerate(found["claims"], 1):
         listing.add_section()
         listing.add_row(f"[bold]{number}. {claim['title']}[/bold]", "", "", tally(claim))
-        for told in claim["checks"]:
-            listing.add_row(f"   {told['check']['says']}", difference(told), seeds_for(told), told["verdict"])
+        for result in claim["checks"]:
+            listing.add_row(f"   {result['check']['says']}", difference(result), seeds_for(result), result["verdict"])
     console.print(listing)
     if page:
         write_atomic(page, text)
@@ -78,7 +78,7 @@ def say(found: Saved, text: str, source: Path, page: Path | None) -> None:
 
 def tally(claim: Saved) -> str:
     """A claim's verdicts in words."""
-    counted = Counter(told["verdict"] for told in claim["checks"])
+    counted = Counter(result["verdict"] for result in claim["checks"])
     judged = sum(n for said, n in counted.items() if said != "open")
     if not judged:
         return "open"
@@ -89,32 +89,32 @@ def tally(claim: Saved) -> str:
     return ", ".join(f"{counted[v]} {v}" for v in said if counted[v]) + f" of {judged}" + beside
 
 
-def difference(told: Saved) -> str:
+def difference(result: Saved) -> str:
     """A mean and its interval, in the unit people read."""
-    d = told.get("difference")
-    return "" if d is None else f"{_in_unit(told, d['mean'])} {_interval(told, d)}".strip()
+    d = result.get("difference")
+    return "" if d is None else f"{_in_unit(result, d['mean'])} {_interval(result, d)}".strip()
 
 
-def seeds_for(told: Saved) -> str:
+def seeds_for(result: Saved) -> str:
     """On how many seeds the sign is the one expected."""
-    d = told.get("difference")
+    d = result.get("difference")
     if d is None:
         return ""
-    lower = told["check"]["expect"] == "lower"
-    pairs = list(zip(told["of"], told["than"], strict=True))
+    lower = result["check"]["expect"] == "lower"
+    pairs = list(zip(result["of"], result["than"], strict=True))
     ours, equal = sum((a < b if lower else a > b) for a, b in pairs), sum(a == b for a, b in pairs)
     return f"{ours}/{d['n']}" + (" lower" if lower else " higher") + (f", {equal} equal" if equal else "")
 
 
-def _in_unit(told: Saved, value: float, sign: str = "+") -> str:
-    factor, digits = unit(told["check"]["metric"])
+def _in_unit(result: Saved, value: float, sign: str = "+") -> str:
+    factor, digits = unit(result["check"]["metric"])
     return f"{factor * value:{sign}.{digits}f}"
 
 
-def _interval(told: Saved, d: Saved) -> str:
+def _interval(result: Saved, d: Saved) -> str:
     if d.get("low") is None:
         return ""
-    return f"[{_in_unit(told, d['low'])}, {_in_unit(told, d['high'])}]"
+    return f"[{_in_unit(result, d['low'])}, {_in_unit(result, d['high'])}]"
 
 
 HEAD = """\
@@ -144,7 +144,7 @@ one evaluation to the next, over the second half of them.
 
 def markdown(found: Saved) -> str:
     """The page."""
-    judged = sum(told["verdict"] not in ("open", "not run") for claim in found["claims"] for told in claim["checks"])
+    judged = sum(result["verdict"] not in ("open", "not run") for claim in found["claims"] for result in claim["checks"])
     lines = [HEAD.format(enough=ENOUGH, judged=judged), "| | claim | verdict |", "|---|---|---|"]
     for number, claim in enumerate(found["claims"], 1):
         lines.append(f"| {number} | {claim['title']} | {tally(claim)} |")
@@ -158,27 +158,27 @@ def markdown(found: Saved) -> str:
         ]
         lines += ["", "| check | preset | in | ours | against | difference | seeds | paper | verdict |"]
         lines.append("|---|---|---|--:|--:|--:|--:|--:|---|")
-        lines += [_line(told) for told in claim["checks"]]
+        lines += [_line(result) for result in claim["checks"]]
     lines += ["", "## The runs", "", "What each preset reduces, and its settings at the cpu scale:", ""]
     for name, preset in found["presets"].items():
         settings = ", ".join(f"{key} {value}" for key, value in preset["settings"].items())
         lines.append(f"- `{name}` ({preset['title']}). Reduced: {preset['reduces']}. Settings: {settings}.")
-    runs = {run for claim in found["claims"] for told in claim["checks"] for run in told["runs"]}
+    runs = {run for claim in found["claims"] for result in claim["checks"] for run in result["runs"]}
     versions = "; ".join(", ".join(f"{k} {v}" for k, v in json.loads(each).items()) for each in found["versions"])
     lines += ["", f"{len(runs)} runs. Versions: {versions}.", ""]
     return "\n".join(lines)
 
 
-def _line(told: Saved) -> str:
-    check = told["check"]
+def _line(result: Saved) -> str:
+    check = result["check"]
     cells = [check["says"], f"`{check['preset']}`", check["metric"]]
-    if "difference" in told:
-        means = [_in_unit(told, sum(told[side]) / len(told[side]), "") for side in ("of", "than")]
-        paper = _in_unit(told, told["paper"]) if "paper" in told else "–"
-        cells += [*means, difference(told), seeds_for(told), paper]
+    if "difference" in result:
+        means = [_in_unit(result, sum(result[side]) / len(result[side]), "") for side in ("of", "than")]
+        paper = _in_unit(result, result["paper"]) if "paper" in result else "–"
+        cells += [*means, difference(result), seeds_for(result), paper]
     else:
         cells += [""] * 5
-    return "| " + " | ".join([*cells, told["verdict"]]) + " |"
+    return "| " + " | ".join([*cells, result["verdict"]]) + " |"
 
 
 def _capital(text: str) -> str:

@@ -209,12 +209,12 @@ def methods(name: str | None, flags: Flags, assignments: list[str]) -> None:
             overview.add_row(each, f"not on these data: {error}")
             continue
         wire, cls = setup.method.wire(setup.task), type(setup.method)
-        asked = setup.method.needs()
+        declared = setup.method.needs()
         needs = [
-            *(["proxy data"] if asked.proxy_data else []),
-            *(["labels on the server"] if asked.server_labels else []),
-            *(["a changed model"] if asked.changed_model else []),
-            *asked.extra_information,
+            *(["proxy data"] if declared.proxy_data else []),
+            *(["labels on the server"] if declared.server_labels else []),
+            *(["a changed model"] if declared.changed_model else []),
+            *declared.extra_information,
         ]
         overview.add_row(
             each,

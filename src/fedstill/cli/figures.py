@@ -63,7 +63,7 @@ def bubbles(
     title: Title = "",
     trust_code: TrustCode = False,
 ) -> None:
-    """Who holds what: clients by classes."""
+    """The data partition: clients by classes."""
     _pictures().bubbles(directory, out, title)
 
 

@@ -125,8 +125,8 @@ def _reading(numbers: Sequence[Entry], seeds: int) -> str:
     ours = f"ours, mean ± standard deviation of {seeds} seeds" if seeds > 1 else "ours, one seed"
     notes = [["difference"] * any(e.difference is not None for e in numbers)]
     notes += [["wins over FedAvg"] * any(e.wins is not None for e in numbers)]
-    said = ", ".join(word for words in notes for word in words)
-    return f"paper → {ours}" + (f" ({said})" if said else "")
+    notes_text = ", ".join(word for words in notes for word in words)
+    return f"paper → {ours}" + (f" ({notes_text})" if notes_text else "")
 
 
 def _reduced(plan: Plan) -> str:

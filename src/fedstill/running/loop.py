@@ -304,13 +304,13 @@ class RoundLoop:
         return draw_cohort(self._sizes, able, count, self.setup.config.seed, round_, region.number)
 
     def _evaluates(self, round_: int) -> bool:
-        """Whether the setting asks for an evaluation; with regions, every meeting between two of them gets one."""
+        """Whether an evaluation is due; with regions, at the first aggregation of regions after it would be."""
         every = self.setup.config.eval_every
         gap = 1 if self.setup.hierarchy.flat else self.setup.hierarchy.rounds_per_episode
         return every > 0 and round_ // every > (round_ - gap) // every
 
     def _follows_aggregation(self, round_: int) -> bool:
-        """Whether the regions have just trained for one round on what a meeting that was evaluated gave them."""
+        """Whether the regions have just trained for one round from an aggregation that was evaluated."""
         before = self.records[-1] if self.records else None
         return before is not None and before["round"] == round_ - 1 and "student" in before.get("episode", {})
 

@@ -175,7 +175,7 @@ def _hear(
     """One message of a run, or its end."""
     process, cell = running[pipe]
     try:
-        said = json.loads(pipe.recv_bytes())
+        message = json.loads(pipe.recv_bytes())
     except EOFError:
         process.join()
         pipe.close()
@@ -184,10 +184,10 @@ def _hear(
             failed[cell.path] = f"its process ended with code {process.exitcode}"
         watcher.finished(cell)
         return
-    if "error" in said:
-        failed[cell.path] = said["error"]
+    if "error" in message:
+        failed[cell.path] = message["error"]
     else:
-        watcher.round_done(cell, said["round"])
+        watcher.round_done(cell, message["round"])
 
 
 class _Tell(Listener):

@@ -246,17 +246,17 @@ def saved(evidence: Evidence) -> dict[str, Any]:
 
 def _as_data(found: Finding, evidence: Evidence) -> dict[str, Any]:
     runs = evidence.runs(found.check, found.seeds)
-    told = asdict(found) | {"check": found.check.model_dump(exclude_none=True), "runs": runs}
-    return {key: value for key, value in told.items() if value is not None}
+    entry = asdict(found) | {"check": found.check.model_dump(exclude_none=True), "runs": runs}
+    return {key: value for key, value in entry.items() if value is not None}
 
 
 # What a reader wants to know of a run; the rest is in the preset.
-_TOLD = ("data", "fraction", "samples_per_client", "pool", "model", "clients", "participation", "partition", "rounds",
+_SHOWN = ("data", "fraction", "samples_per_client", "pool", "model", "clients", "participation", "partition", "rounds",
          "epochs", "batch_size", "optimizer", "lr")  # fmt: skip
-_SELDOM = ("fraction", "samples_per_client", "pool")  # told where set
+_SELDOM = ("fraction", "samples_per_client", "pool")  # shown where set
 
 
 def described(plan: Plan) -> dict[str, Any]:
     config = plan.runs[0][0].config.model_dump()
-    told = {k: config[k] for k in _TOLD if k not in _SELDOM or config[k] != Config.model_fields[k].default}
-    return {"title": plan.title, "reduces": plan.preset.cpu.reduces if plan.preset.cpu else "", "settings": told}
+    entry = {k: config[k] for k in _SHOWN if k not in _SELDOM or config[k] != Config.model_fields[k].default}
+    return {"title": plan.title, "reduces": plan.preset.cpu.reduces if plan.preset.cpu else "", "settings": entry}

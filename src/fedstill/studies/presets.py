@@ -35,7 +35,7 @@ METRICS: dict[str, tuple[str, bool]] = {
     "server_seconds": ("server_seconds", False),
     # Not the papers' words: how much accuracy changes between evaluations (standard deviation of the changes in the
     # second half), and
-    # whether the regions' models taught a student at a meeting (1) or were averaged (0).
+    # whether the regions' models taught a student at an aggregation of regions (1) or were averaged (0).
     "roughness": ("roughness", False),
     "taught": ("taught", False),
 }
@@ -60,7 +60,7 @@ class PresetRow(_Table):
     name: str  # as the paper prints it
     method: str = ""
     # Which of the run's models, such as "without T1"; empty: the model. Of a run with regions also "region 1 before",
-    # "region 1 after" and "student": at the last meeting that a round followed.
+    # "region 1 after" and "student": at the last aggregation of regions that a round followed.
     model: str = ""
     match: dict[str, Any] = Field(default_factory=dict)  # what its numbers have there, where not its name
     settings: dict[str, Any] = Field(default_factory=dict)

@@ -80,7 +80,7 @@ def plans(name: str, scale: Scale, seeds: int, root: Path, **given: Any) -> list
     if preset.parts:
         return [plan for part in preset.parts for plan in plans(part, scale, seeds, root, **given)]
     runs = []
-    if preset.shows == "bubbles":  # who holds what is known without training
+    if preset.shows == "bubbles":  # the data partition is known without training
         seeds = 0
     for point in presets.points(preset, scale, **given):
         configs = [point.config.model_copy(update={"seed": point.config.seed + s}) for s in range(seeds)]
@@ -208,7 +208,7 @@ def number(cell: Cell, model: str, metric: str, at: Mapping[str, Any]) -> float 
     if metric in _BY_ROUND:
         return _BY_ROUND[metric](cell, model, at)
     if model == "student" or model.startswith("region "):
-        return _of_meeting(cell.records(), model)
+        return _of_aggregation(cell.records(), model)
     summary = cell.summary()
     return _number((summary["also"][model] if model else summary).get(METRICS[metric][0]))
 
@@ -219,14 +219,14 @@ def _rounds_to_target(cell: Cell, model: str, at: Mapping[str, Any]) -> float | 
 
 
 def _server_seconds(cell: Cell, _model: str, _at: Mapping[str, Any]) -> float:
-    told = [r.get("episode") or r.get("server") or {} for r in cell.records()]
-    return float(sum(t.get("server_seconds", 0.0) for t in told))
+    notes = [r.get("episode") or r.get("server") or {} for r in cell.records()]
+    return float(sum(t.get("server_seconds", 0.0) for t in notes))
 
 
 def _accuracies(cell: Cell, model: str) -> dict[int, float]:
     """By round, of those that were evaluated."""
-    told = {r["round"]: (r.get("also", {}).get(model, {}) if model else r).get("accuracy") for r in cell.records()}
-    return {round_: float(value) for round_, value in told.items() if value is not None}
+    found = {r["round"]: (r.get("also", {}).get(model, {}) if model else r).get("accuracy") for r in cell.records()}
+    return {round_: float(value) for round_, value in found.items() if value is not None}
 
 
 def _roughness(cell: Cell, model: str, _at: Mapping[str, Any]) -> float | None:
@@ -256,8 +256,8 @@ def _best(cell: Cell, model: str) -> float:
     return float((summary["also"][model] if model else summary)["best_accuracy"])
 
 
-def _of_meeting(records: Sequence[RoundRecord], model: str) -> float | None:
-    """Accuracy at the last meeting of which is known how the regions did one round later.
+def _of_aggregation(records: Sequence[RoundRecord], model: str) -> float | None:
+    """Accuracy at the last aggregation of regions of which is known how the regions did one round later.
 
     `model` is "student", or "region N before" or "region N after" it.
     """

@@ -29,7 +29,7 @@ from fedstill.running import api
 from fedstill.running.directory import RunDirectory
 
 EXTENT = 4.0  # points lie in (-4, 4)²
-SIDE = 120  # points of the plane a side, at which models are asked
+SIDE = 120  # points of the plane a side, at which models predict
 HOLDS = ((0, 1), (2, 3))  # the classes of each client
 
 

@@ -144,7 +144,8 @@ one evaluation to the next, over the second half of them.
 
 def markdown(found: Saved) -> str:
     """The page."""
-    judged = sum(result["verdict"] not in ("open", "not run") for claim in found["claims"] for result in claim["checks"])
+    results = [result for claim in found["claims"] for result in claim["checks"]]
+    judged = sum(result["verdict"] not in ("open", "not run") for result in results)
     lines = [HEAD.format(enough=ENOUGH, judged=judged), "| | claim | verdict |", "|---|---|---|"]
     for number, claim in enumerate(found["claims"], 1):
         lines.append(f"| {number} | {claim['title']} | {tally(claim)} |")

@@ -192,8 +192,9 @@ class Trial:
             )  # fmt: skip
 
     def start_server(self) -> subprocess.Popen[bytes]:
-        words = "--keys keys --out run --timeout 60 --wait-after 5 --wait 120 --needed 7".split()
-        return self._start("server", "-m", "fedstill", "serve", "run.toml", "--port", str(self.port), *words)
+        words = ["serve", "run.toml", "--keys", "keys", "--port", str(self.port), "--out", "run"]
+        words += ["--timeout", "20", "--wait-after", "10", "--wait", "120", "--needed", str(len(HONEST))]
+        return self._start("server", "-m", "fedstill", *words)
 
     def start_site(self, name: str) -> subprocess.Popen[bytes]:
         server = f"127.0.0.1:{self.wires.ports[name]}"

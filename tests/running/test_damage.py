@@ -259,6 +259,30 @@ def test_changed_settings_are_named_and_may_be_meant(interrupted: Path, tmp_path
     assert RunDirectory.open(path, lock=False).records()[-1]["round"] == 5
 
 
+@pytest.mark.parametrize("at", [0.0, 0.2, 0.5, 0.9, 1.0])
+def test_a_damaged_answer_is_not_repeated_but_made_again(tmp_path: Path, at: float) -> None:
+    pytest.importorskip("flwr")
+    from fedstill.flower import node
+    from fedstill.flower.records import from_records, to_records
+
+    calls: list[int] = []
+
+    def handle(body: Any) -> Any:
+        calls.append(1)
+        return {"model": body["model"] + 1}
+
+    request = to_records({"id": "round 1", "seconds": 60.0, "keep": True, "body": {"model": torch.zeros(50)}})
+    for started, expected in enumerate((1, 1, 2, 2)):  # anew, the same again, damaged, the same again
+        if started == 2:
+            flip(tmp_path / "answer.safetensors", at)
+        answer = from_records(node._Site(handle, tmp_path, None).answer(request))
+        assert torch.equal(answer["body"]["model"], torch.ones(50))
+        assert len(calls) == expected
+    site = node._Site(handle, tmp_path, None)
+    flip(tmp_path / "answer.safetensors", at)  # while it runs
+    assert torch.equal(from_records(site.answer(request))["body"]["model"], torch.ones(50))
+
+
 # --- runs of earlier versions ---
 
 

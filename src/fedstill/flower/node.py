@@ -30,6 +30,7 @@ from fedstill.flower.keys import check_dates
 from fedstill.flower.records import from_records, to_records
 
 _log = logging.getLogger(__name__)
+_ANSWER = "answer"  # what the file of the last answer is sealed as
 _SESSION_SECONDS = 75.0  # seconds: Flower holds the place of a process that vanished for 60
 _LONGEST = 30 * 24 * 3600.0  # seconds that any request may take
 _BACKOFF = 5.0  # most seconds between two attempts to connect
@@ -131,9 +132,8 @@ class _Site:
         self._answer, self._node = directory / "answer.safetensors", directory / "node"
         self.connections = 0
         self._complaint: tuple[str, str] | None = None  # the last error here, and its number
-        self._last = None  # the request that the file answers
-        with suppress(OSError, DataError):  # a first start, or an answer that is worth nothing any more
-            self._last = tree.decode(self._answer.read_bytes())["id"]
+        kept = self._kept()
+        self._last = kept and kept["id"]  # the request that the file answers
 
     def node_id(self) -> int | None:
         """The number under which this site, or the process before it, was connected."""
@@ -155,12 +155,12 @@ class _Site:
             with reports.during(reports.Step.REQUEST):
                 request = from_records(records)
                 name, seconds, body = request["id"], request["seconds"], request["body"]
-            if name is not None and name == self._last:
-                return self._sent(body, tree.decode(self._answer.read_bytes()))
+            if name is not None and name == self._last and (kept := self._kept()) is not None:
+                return self._sent(body, kept)
             with _limited(min(float(seconds), self._most_seconds)):
                 answer = {"id": name, "body": self._handle(body)}
                 if request["keep"]:
-                    write_atomic(self._answer, tree.encode(answer))
+                    write_atomic(self._answer, tree.seal(answer, _ANSWER))
             sent = self._sent(body, answer)
             if request["keep"]:
                 self._last = name
@@ -172,6 +172,13 @@ class _Site:
             except Exception:  # noqa: BLE001 (what cannot be recorded is not sent, but that it failed is)
                 _log.exception("the answer could not be recorded")
                 return to_records({**answer, "error": reports.report(Code.DISK, None, answer["error"]["number"])})
+
+    def _kept(self) -> Tree:
+        """The last answer; None: there is none, or it is damaged, and so made anew when it is asked for."""
+        with suppress(OSError, DataError):
+            kept, digest = tree.unseal(self._answer.read_bytes(), _ANSWER)
+            return kept if digest else None
+        return None
 
     def _sent(self, body: Tree, answer: Tree) -> RecordDict:
         """An answer as it is sent, once it has been recorded."""

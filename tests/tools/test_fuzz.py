@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import io
+import json
 import sys
 import zipfile
 import zlib
@@ -19,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedstill.core import tree
-from fedstill.core.errors import DataError
+from fedstill.core.errors import DataError, SettingError
+from fedstill.data import tokens
 from fedstill.data.formats import arrays, cifar, idx, images, mat, text
 from fedstill.flower.records import from_records
 
@@ -155,6 +157,14 @@ def test_a_damaged_tokenizer_neither_panics_nor_overflows(tmp_path: Path, seed: 
     """Found by these seeds: a panic of the library's, more tokens than a text was cut to, and what is no JSON."""
     target = next(target for target in fuzz.targets(tmp_path) if target.name == "tokenizer")
     assert fuzz.attempt(target, fuzz.inputs(target, seed)) is None
+
+
+def test_a_tokens_number_beyond_32_bits_is_refused_and_takes_no_memory() -> None:
+    """The library, made to write such a tokenizer, would go through all the numbers between."""
+    made = json.loads(tokens.trained(["a text"] * 3, tokens.FEWEST))
+    made["model"]["vocab"]["a"] = 2**32 - 1
+    with pytest.raises(SettingError, match="the number of a token is too large"):
+        tokens.encode(json.dumps(made), ["a text"], 8)
 
 
 def test_column_names_of_several_lines_are_one_in_an_error(tmp_path: Path) -> None:

@@ -121,7 +121,8 @@ def encode(tokenizer: str, texts: Sequence[str], length: int) -> Array:
     made = _parsed(tokenizer)
     if made.id_to_token(0) not in PADDING:
         raise SettingError(f"tokenizer: token 0 must be padding, {' or '.join(sorted(PADDING))}, not a token of text")
-    model = json.loads(made.to_str())["model"]  # as the library reads it, which takes what is not quite JSON
+    with _refused(SettingError, "tokenizer: it is not JSON"):  # the library is less strict
+        model = dict(json.loads(tokenizer)["model"])
     if model.get("unk_token") == made.id_to_token(0) or model.get("unk_id") == 0:
         raise SettingError(
             "tokenizer: words that it does not know would become padding; give them a token of their own"
@@ -138,7 +139,10 @@ def encode(tokenizer: str, texts: Sequence[str], length: int) -> Array:
         if any(len(encoded.ids) > length for encoded in encoded_texts):
             raise SettingError(f"tokenizer: it is damaged: of a text cut to {length} tokens it makes more")
         for row, encoded in enumerate(encoded_texts, start):
-            found[row, : len(encoded.ids)] = encoded.ids
+            try:
+                found[row, : len(encoded.ids)] = encoded.ids
+            except OverflowError as error:
+                raise SettingError(f"tokenizer: it is damaged: the number of a token is too large, {error}") from error
     return found
 
 

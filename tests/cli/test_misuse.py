@@ -410,7 +410,7 @@ def test_what_the_server_sends_must_be_declared(tmp_path: Path) -> None:
 def test_a_run_is_resumed_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    Path("own.py").write_text("import fedstill\nclass LocalInputs(fedstill.FedAvg): pass\n")
+    Path("own.py").write_text("import fedstill\nclass Own(fedstill.FedAvg): pass\n")
     path = run("./own.py:Own", tmp_path / "run", rounds=1)
     monkeypatch.chdir(tmp_path)
     assert fedstill("resume", path, "--rounds", 2).code == 0

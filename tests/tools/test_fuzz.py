@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedstill.core import tree
+from fedstill.core.choices import SMALLEST_VOCABULARY
 from fedstill.core.errors import DataError, SettingError
 from fedstill.data import tokens
 from fedstill.data.formats import arrays, cifar, idx, images, mat, text
@@ -161,7 +162,7 @@ def test_a_damaged_tokenizer_neither_panics_nor_overflows(tmp_path: Path, seed: 
 
 def test_a_tokens_number_beyond_32_bits_is_refused_and_takes_no_memory() -> None:
     """The library, made to write such a tokenizer, would go through all the numbers between."""
-    made = json.loads(tokens.trained(["a text"] * 3, tokens.FEWEST))
+    made = json.loads(tokens.trained(["a text"] * 3, SMALLEST_VOCABULARY))
     made["model"]["vocab"]["a"] = 2**32 - 1
     with pytest.raises(SettingError, match="the number of a token is too large"):
         tokens.encode(json.dumps(made), ["a text"], 8)

@@ -351,7 +351,7 @@ def test_training_does_not_load_the_compiler() -> None:
     code = (
         "import sys, fedstill\n"
         "fedstill.run('fedkf', rounds=2, clients=2, participation=1.0, epochs=1, engine='inline', width=2, z_dim=3,"
-        " fraction=0.1, image_size=16)\n"
+        " fraction=0.1, image_size=16, model='cnn')\n"
         "print('torch._dynamo' in sys.modules)"
     )
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

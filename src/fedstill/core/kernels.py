@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from fedstill.core.errors import SettingError
 
 _CHANNELS = range(2, 8)
+# The arguments of PyTorch's functions, in their order.
+_PLAIN = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 
 
 def corrupts_memory(channels: int, kernel: Sequence[int], stride: Sequence[int], groups: int) -> bool:
@@ -72,22 +75,23 @@ def protect(module: nn.Module) -> None:
             layer._conv_forward = _Convolve(layer.stride, layer.padding, layer.dilation, layer.groups)  # type: ignore[assignment]
 
 
-class Refusing(TorchDispatchMode):
+class Refusing(TorchFunctionMode):
     """Entered around a pass, it makes a convolution that `protect` cannot reach, and corrupts memory, an error."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.convolution.default:
-            x, weight, _, stride, _, _, transposed, _, groups = args
-            channels = weight.shape[1] if transposed else x.shape[1]
+        given = kwargs or {}
+        if func in (torch.conv2d, torch.conv_transpose2d):
+            transposed = func is torch.conv_transpose2d
+            named = dict(zip(_TRANSPOSED if transposed else _PLAIN, args, strict=False)) | given
+            weight, stride, groups = named["weight"], named.get("stride", 1), named.get("groups", 1)
+            stride = (stride, stride) if isinstance(stride, int) else tuple(stride)
+            channels = weight.shape[1] if transposed else named["input"].shape[-3]
             if corrupts_memory(channels, weight.shape[2:], stride, groups):
                 raise SettingError(
-                    f"the network has a 1x1 {'transposed ' * transposed}convolution with stride {tuple(stride)} on "
+                    f"the network has a 1x1 {'transposed ' * transposed}convolution with stride {stride} on "
                     f"{channels} channels that is no nn.Conv2d layer: PyTorch's kernel for it writes outside its "
                     "memory on some processors; make it such a layer, or stride by slicing: x[:, :, ::2, ::2]"
                 )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **given)

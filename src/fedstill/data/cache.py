@@ -158,7 +158,7 @@ def entries(folder: Path | None = None) -> list[Entry]:
     """Every copy there is, the least recently used first."""
     found = []
     for meta in (folder or cache_folder()).glob("*/meta.json"):
-        with suppress(OSError, ValueError, AttributeError):
+        with suppress(OSError, DataError, AttributeError):  # one that is damaged is made anew when it is needed
             source = str(read_json(meta).get("source", "not recorded"))
             size = sum(file.stat().st_size for file in meta.parent.iterdir())
             found.append(Entry(meta.parent, source, size, meta.stat().st_mtime))

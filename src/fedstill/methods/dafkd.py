@@ -71,19 +71,16 @@ class DaFKD(Distilling):
     # --- what crosses -------------------------------------------------------------------------------------------
 
     def wire(self, task: Task) -> Wire:
-        inner = super().wire(task)
-        size = self.generator(task).net.size
-        generator = {"generator": Part((size,), "generator", task.dtype, kind=Kind.GENERATOR)}
+        def weights(name: str, network: Auxiliary) -> dict[str, Part]:
+            return {name: Part((network.net.size,), name, task.dtype, kind=Kind.GENERATOR)}
+
+        inner, generator = super().wire(task), weights("generator", self.generator(task))
         up = inner.up | generator
         if self.judged and self.private:
-            shape, meaning = (
-                (self.batches * self.server_batch, task.classes),
-                "weighted predictions of generated samples",
-            )
-            up |= {"predictions": Part(shape, meaning, optional=True, kind=Kind.PREDICTIONS)}
+            shape = (self.batches * self.server_batch, task.classes)
+            up |= {"predictions": Part(shape, "weighted predictions", optional=True, kind=Kind.PREDICTIONS)}
         elif self.judged:
-            size = self.discriminator(task).net.size
-            up |= {"discriminator": Part((size,), "discriminator", task.dtype, kind=Kind.GENERATOR)}
+            up |= weights("discriminator", self.discriminator(task))
         return Wire(inner.down | generator, up)
 
     @property

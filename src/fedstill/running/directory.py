@@ -288,7 +288,7 @@ class RunDirectory:
     def write_digests(self) -> None:
         """The end of a run: the digests of all results."""
         digests = {name: digest for name, digest in self._written.items() if (self.path / name).is_file()}
-        digests |= self._file_digests() | {"metrics.jsonl": self._metrics.mark()["sha256"]}
+        digests |= self._file_digests() | {files.METRICS: self._metrics.mark()["sha256"]}
         write_sealed_json(self.path / files.DIGESTS, {"files": dict(sorted(digests.items()))})
 
     def go_back(self, round_: int) -> None:

@@ -2,7 +2,7 @@
 
 PyTorch's oneDNN kernel for AVX2 writes outside its memory in the backward pass of a 1x1 convolution with a stride, on
 channels-last tensors with 2 to 7 input channels; and in the forward pass of such a transposed one, with 2 to 7 outputs.
-`tools/kernel_sweep.py` found these cases and no others, on any instruction set. A 1x1 convolution with a stride is one
+`tools/kernel_sweep.py` found these cases and no others among 2-D convolutions. A 1x1 convolution with a stride is one
 without, on every `stride`-th pixel: that is what is computed instead, on every processor, so that all do the same.
 """
 

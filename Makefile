@@ -1,8 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
-# Three, as tests of servers and sites mostly wait. Of the schedulers, this one goes on when a test kills its process.
-PARALLEL := -n 3 --dist worksteal --max-worker-restart 4
+# Of pytest-xdist's schedulers, this one goes on when a test kills its process; tests beside each other stay together.
+PARALLEL := -n 2 --dist worksteal --max-worker-restart 4
 
 .PHONY: install demo test test-fast check fuzz bench clean
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 from typing import Any
 
@@ -154,6 +155,8 @@ JSON = {
     "a number of too many digits": '{"samples": ' + "1" * 5000 + "}",
     "a tensor that is not there": '{"model": {"$tensor": "state"}}',
     "a tensor named by a number": '{"model": {"$tensor": 1}}',
+    "a tensor beside other keys": '{"samples": 1, "$tensor": "model"}',
+    "deeper than it can be written again": "[" * 400 + "]" * 400,
     "a tensor named by a list": '{"model": {"$tensor": ["model"]}}',
 }
 
@@ -164,6 +167,25 @@ def test_made_up_trees_are_refused(name: str) -> None:
     records["tree"] = ConfigRecord({"json": JSON[name]})
     with pytest.raises(DataError):
         from_records(records)
+
+
+made_up = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("model"),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.just("$tensor"), inner),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(made_up, st.integers(0, 50))
+def test_whatever_is_taken_can_be_written_again(given_tree: Any, levels: int) -> None:
+    records = sent(GOOD)
+    records["tree"] = ConfigRecord({"json": "[" * levels + json.dumps(given_tree) + "]" * levels})
+    try:
+        found = from_records(records)
+    except DataError:
+        return
+    tree.encode(found)
 
 
 @pytest.mark.parametrize(

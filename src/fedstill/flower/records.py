@@ -16,6 +16,7 @@ from fedstill.core.errors import DataError, in_one_line
 from fedstill.core.tree import Tree
 
 _TENSOR = "$tensor"
+_MOST_LEVELS = 32  # of a tree; what nests deeper could be read, but not written again
 _HEADER = 1024  # bytes that the head of a .npy may take
 _DTYPES = {str(np.dtype(name)): np.dtype(name) for name in ("float16", "float32", "float64", "bool", "uint8", "int8")}
 _DTYPES |= {name: np.dtype(name) for name in ("int16", "int32", "int64")}
@@ -54,15 +55,17 @@ def from_records(records: RecordDict, *, most_bytes: int | None = None) -> Tree:
         raise DataError(f"it has {size:,} bytes, more than the {most_bytes:,} allowed")
     tensors = {place: _tensor(place, array) for place, array in arrays.items()}
 
-    def fill(node: Any) -> Tree:
+    def fill(node: Any, level: int = 0) -> Tree:
+        if level > _MOST_LEVELS:
+            raise DataError(f"it nests deeper than the {_MOST_LEVELS} levels allowed")
         if isinstance(node, dict):
-            if node.keys() == {_TENSOR}:
+            if _TENSOR in node:
                 place = node[_TENSOR]
-                if not isinstance(place, str) or place not in tensors:
-                    raise DataError(f"it lacks the tensor {place!r:.100}")
+                if len(node) != 1 or not isinstance(place, str) or place not in tensors:
+                    raise DataError("it names a tensor that it lacks")
                 return tensors[place]
-            return {key: fill(value) for key, value in node.items()}
-        return [fill(value) for value in node] if isinstance(node, list) else node
+            return {key: fill(value, level + 1) for key, value in node.items()}
+        return [fill(value, level + 1) for value in node] if isinstance(node, list) else node
 
     try:
         return fill(json.loads(text))

@@ -141,6 +141,17 @@ def test_made_up_arrays_are_refused(name: str) -> None:
         from_records(REFUSED[name])
 
 
+@pytest.mark.parametrize("data", [GOOD, GOOD[:20], header("secret") + bytes(12)], ids=len)
+@pytest.mark.parametrize("dtype", ["float32", "secret"])
+def test_errors_repeat_no_text_of_the_sender(data: bytes, dtype: str) -> None:
+    array = Array(dtype=dtype, shape=(3,), stype="numpy.ndarray", data=data)
+    text = '{"model": {"$tensor": "another secret"}}'
+    records = RecordDict({"tensors": ArrayRecord({"secret": array}), "tree": ConfigRecord({"json": text})})
+    with pytest.raises(DataError) as caught:
+        from_records(records)
+    assert "secret" not in str(caught.value)
+
+
 def test_the_helpers_of_these_tests_make_what_is_taken() -> None:
     assert same(from_records(sent(GOOD)), {"model": torch.zeros(3)})
     fortran = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))

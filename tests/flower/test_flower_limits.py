@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import select
 import socket
@@ -182,3 +183,23 @@ def test_a_site_sends_answers_of_its_own_only(source: int, answers: str) -> None
         push(request=request(source, answers), state=None)
     push(request=request(7, "a request"), state=None)
     assert len(passed) == 1
+
+
+@pytest.mark.parametrize(("owner", "ended"), [("a site's key", 3), ("", 0)])
+def test_beyond_its_connections_a_sites_oldest_end(owner: str, ended: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shut = list[Any]()
+    monkeypatch.setattr(superlink, "_shut", shut.append)
+    connections = superlink.Connections(1000, 600.0)
+    made = [superlink._Connection() for _ in range(superlink._MOST_CONNECTIONS + 3)]
+
+    async def enter() -> None:
+        for port, connection in enumerate(made):
+            connections.enter(connection, ("127.0.0.1", port))
+            connections.admit(connection.client, owner)
+            for gone in shut:
+                gone.close()
+
+    asyncio.run(enter())
+    for connection in made:
+        connection.close()
+    assert shut == made[:ended]

@@ -38,6 +38,7 @@ _MOST_ANSWERS = 2  # of a site: one that the server reads, and one that arrives
 _MOST_REFUSALS = 10_000  # that are remembered
 _MOST_BODIES = 2  # of a site that are in memory at once; others wait on the wire
 _MOST_REQUESTS = 32  # of a site at once
+_MOST_CONNECTIONS = 64  # of a site; beyond, the oldest ends
 _MOST_STRANGERS = 512  # connections without a key, from all addresses
 _SMALL = 1 << 16  # bytes of a body for which the signature of its connection's first request will do
 _MOST_METADATA = 2 << 20  # bytes of any body but an object's
@@ -89,6 +90,9 @@ class Connections:
         if (connection := self._all.get(client)) is not None:
             connection.owner = owner
             self._known(connection)
+            mine = [other for other in self._all.values() if owner and other.owner == owner and other is not connection]
+            for other in mine[: max(0, len(mine) - _MOST_CONNECTIONS + 1)]:  # oldest first
+                _shut(other)
 
     def owner(self, client: tuple[str, int]) -> str | None:
         return connection.owner if (connection := self._all.get(client)) is not None else None

@@ -20,7 +20,9 @@ import fedstill
 from fedstill.building.config import resolve
 from fedstill.core.tree import Tree
 from fedstill.deployment import waiting
-from fedstill.deployment.server import Terms, serve
+from fedstill.deployment.audit import RecordedLink
+from fedstill.deployment.protocol import failure_reason
+from fedstill.deployment.server import Terms, _client_answer, serve
 from fedstill.deployment.shares import capped
 from fedstill.methods.base import Server, Uplink
 from fedstill.methods.fedavg import FedAvg
@@ -394,3 +396,23 @@ def test_the_link_stops_waiting_when_it_is_over() -> None:
         assert site == "north" or (isinstance(answer, Failure) and "--wait-after" in answer.reason)
     assert seen == {"north", "south"}
     assert question.closed.is_set(), "nobody works for it any longer"
+
+
+class Unwritable(Wire):
+    """Its answer has a key that no message may have."""
+
+    def send_requests(self, requests: Mapping[str, Tree], **more: Any) -> Iterator[tuple[str, Any]]:
+        yield "lagos", {"samples": 1, "$tensor": "x"}
+
+
+def test_an_answer_that_cannot_be_recorded_is_a_failure_of_its_site(tmp_path: Path) -> None:
+    link = RecordedLink(Unwritable(tmp_path), tmp_path / "received.jsonl")
+    ((name, answer),) = link.send_requests({"lagos": {}}, timeout=1.0)
+    assert (name, failure_reason(answer)) == ("lagos", "its answer cannot be recorded")
+    assert "its answer cannot be recorded" in (tmp_path / "received.jsonl").read_text()
+
+
+@pytest.mark.parametrize(("samples", "found"), [("secret", "no number of"), (True, "no number of"), (7, "7")])
+def test_of_a_wrong_number_of_samples_only_a_number_is_repeated(samples: Any, found: str) -> None:
+    failure = _client_answer({"samples": samples}, 5, 5, "lagos")["failure"]
+    assert failure == f"it says that it trained on {found} samples, and it has 5"

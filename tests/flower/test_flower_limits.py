@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import select
 import socket
@@ -16,7 +17,10 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.message_pb2 import Message, Metadata, ObjectTree
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.error import FlowerError
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 
 from fedstill.flower import superlink
@@ -164,3 +168,38 @@ def test_a_request_that_is_over_leaves_no_objects(state: tuple[State, superlink.
     flower.object_store.preregister(1, ObjectTree(object_id="a" * 64))
     flower.delete_messages({"a" * 64})
     assert len(flower.object_store) == 0
+
+
+@pytest.mark.parametrize(("source", "answers"), [(7, ""), (8, "a request"), (1, "")])
+def test_a_site_sends_answers_of_its_own_only(source: int, answers: str) -> None:
+    passed = list[Any]()
+    push = superlink.only_answers(lambda request, state: passed.append(request))
+
+    def request(source: int, answers: str) -> PushMessagesRequest:
+        metadata = Metadata(src_node_id=source, reply_to_message_id=answers)
+        return PushMessagesRequest(node=Node(node_id=7), messages_list=[Message(metadata=metadata)])
+
+    with pytest.raises(FlowerError):
+        push(request=request(source, answers), state=None)
+    push(request=request(7, "a request"), state=None)
+    assert len(passed) == 1
+
+
+@pytest.mark.parametrize(("owner", "ended"), [("a site's key", 3), ("", 0)])
+def test_beyond_its_connections_a_sites_oldest_end(owner: str, ended: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shut = list[Any]()
+    monkeypatch.setattr(superlink, "_shut", shut.append)
+    connections = superlink.Connections(1000, 600.0)
+    made = [superlink._Connection() for _ in range(superlink._MOST_CONNECTIONS + 3)]
+
+    async def enter() -> None:
+        for port, connection in enumerate(made):
+            connections.enter(connection, ("127.0.0.1", port))
+            connections.admit(connection.client, owner)
+            for gone in shut:
+                gone.close()
+
+    asyncio.run(enter())
+    for connection in made:
+        connection.close()
+    assert shut == made[:ended]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 from typing import Any
 
@@ -140,6 +141,17 @@ def test_made_up_arrays_are_refused(name: str) -> None:
         from_records(REFUSED[name])
 
 
+@pytest.mark.parametrize("data", [GOOD, GOOD[:20], header("secret") + bytes(12)], ids=len)
+@pytest.mark.parametrize("dtype", ["float32", "secret"])
+def test_errors_repeat_no_text_of_the_sender(data: bytes, dtype: str) -> None:
+    array = Array(dtype=dtype, shape=(3,), stype="numpy.ndarray", data=data)
+    text = '{"model": {"$tensor": "another secret"}}'
+    records = RecordDict({"tensors": ArrayRecord({"secret": array}), "tree": ConfigRecord({"json": text})})
+    with pytest.raises(DataError) as caught:
+        from_records(records)
+    assert "secret" not in str(caught.value)
+
+
 def test_the_helpers_of_these_tests_make_what_is_taken() -> None:
     assert same(from_records(sent(GOOD)), {"model": torch.zeros(3)})
     fortran = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))
@@ -154,6 +166,8 @@ JSON = {
     "a number of too many digits": '{"samples": ' + "1" * 5000 + "}",
     "a tensor that is not there": '{"model": {"$tensor": "state"}}',
     "a tensor named by a number": '{"model": {"$tensor": 1}}',
+    "a tensor beside other keys": '{"samples": 1, "$tensor": "model"}',
+    "deeper than it can be written again": "[" * 400 + "]" * 400,
     "a tensor named by a list": '{"model": {"$tensor": ["model"]}}',
 }
 
@@ -164,6 +178,25 @@ def test_made_up_trees_are_refused(name: str) -> None:
     records["tree"] = ConfigRecord({"json": JSON[name]})
     with pytest.raises(DataError):
         from_records(records)
+
+
+made_up = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("model"),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.just("$tensor"), inner),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(made_up, st.integers(0, 50))
+def test_whatever_is_taken_can_be_written_again(given_tree: Any, levels: int) -> None:
+    records = sent(GOOD)
+    records["tree"] = ConfigRecord({"json": "[" * levels + json.dumps(given_tree) + "]" * levels})
+    try:
+        found = from_records(records)
+    except DataError:
+        return
+    tree.encode(found)
 
 
 @pytest.mark.parametrize(

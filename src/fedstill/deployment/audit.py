@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -146,9 +147,14 @@ class RecordedLink:
     def _record(self, requests: dict[str, Tree], answers: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         try:
             for site, answer in answers:
-                about = {"site": site, **request_kind(requests.get(site))}
+                about, found = {"site": site, **request_kind(requests.get(site))}, dict[str, Any]()
                 if isinstance(answer, dict) and "error" not in answer:
-                    self._log.append(**about, **contents(answer, {}), **digest(answer))
+                    try:
+                        found = {**contents(answer, {}), **digest(answer)}
+                    except (TypeError, ValueError, RecursionError):  # one site must not end the run
+                        answer = SimpleNamespace(reason="its answer cannot be recorded")  # noqa: PLW2901
+                if found:
+                    self._log.append(**about, **found)
                 else:
                     self._log.append(**about, failure=cleaned(getattr(answer, "reason", "an error")))
                 yield site, answer

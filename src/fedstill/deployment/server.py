@@ -151,7 +151,8 @@ def _client_answer(answer: Any, claimed: int | None, weight: int, site: str) -> 
         return {"failure": failure_reason(answer)}
     samples, metrics, message = answer.get("samples"), answer.get("metrics"), answer.get("message")
     if claimed is not None and (not isinstance(samples, int) or samples != claimed):
-        return {"failure": f"it says that it trained on {samples!r:.40} samples, and it has {claimed}"}
+        number = f"{samples!r:.40}" if type(samples) is int else "no number of"  # nothing of its own words
+        return {"failure": f"it says that it trained on {number} samples, and it has {claimed}"}
     if not isinstance(metrics, dict) or not all(isinstance(m, float) for m in metrics.values()):
         return {"failure": "its metrics are not numbers"}
     return {"samples": weight, "metrics": _in_range(metrics, site), "message": message}

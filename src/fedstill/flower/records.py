@@ -16,6 +16,7 @@ from fedstill.core.errors import DataError, in_one_line
 from fedstill.core.tree import Tree
 
 _TENSOR = "$tensor"
+_MOST_LEVELS = 32  # of a tree; what nests deeper could be read, but not written again
 _HEADER = 1024  # bytes that the head of a .npy may take
 _DTYPES = {str(np.dtype(name)): np.dtype(name) for name in ("float16", "float32", "float64", "bool", "uint8", "int8")}
 _DTYPES |= {name: np.dtype(name) for name in ("int16", "int32", "int64")}
@@ -52,17 +53,19 @@ def from_records(records: RecordDict, *, most_bytes: int | None = None) -> Tree:
     size = len(text) + sum(len(array.data) for array in arrays.values())
     if most_bytes is not None and size > most_bytes:
         raise DataError(f"it has {size:,} bytes, more than the {most_bytes:,} allowed")
-    tensors = {place: _tensor(place, array) for place, array in arrays.items()}
+    tensors = {place: _tensor(array) for place, array in arrays.items()}
 
-    def fill(node: Any) -> Tree:
+    def fill(node: Any, level: int = 0) -> Tree:
+        if level > _MOST_LEVELS:
+            raise DataError(f"it nests deeper than the {_MOST_LEVELS} levels allowed")
         if isinstance(node, dict):
-            if node.keys() == {_TENSOR}:
+            if _TENSOR in node:
                 place = node[_TENSOR]
-                if not isinstance(place, str) or place not in tensors:
-                    raise DataError(f"it lacks the tensor {place!r:.100}")
+                if len(node) != 1 or not isinstance(place, str) or place not in tensors:
+                    raise DataError("it names a tensor that it lacks")
                 return tensors[place]
-            return {key: fill(value) for key, value in node.items()}
-        return [fill(value) for value in node] if isinstance(node, list) else node
+            return {key: fill(value, level + 1) for key, value in node.items()}
+        return [fill(value, level + 1) for value in node] if isinstance(node, list) else node
 
     try:
         return fill(json.loads(text))
@@ -70,25 +73,27 @@ def from_records(records: RecordDict, *, most_bytes: int | None = None) -> Tree:
         raise DataError(f"its JSON cannot be read: {in_one_line(error)}") from error
 
 
-def _tensor(place: str, array: Array) -> Tensor:
-    """An array as a tensor. Its own description is believed only where its bytes agree: NumPy would allocate by it."""
-    place = " ".join(place.split())[:100]  # for messages about it
+def _tensor(array: Array) -> Tensor:
+    """An array as a tensor. Its own description is believed only where its bytes agree: NumPy would allocate by it.
+
+    Errors repeat no text of the sender's: neither the tensor's name, nor its dtype unless it is known.
+    """
     dtype, shape = _DTYPES.get(array.dtype), tuple(array.shape)
     if dtype is None or any(not isinstance(n, int) or n < 0 for n in shape):
-        raise DataError(f"{place}: {array.dtype!r:.40} of shape {shape!s:.100} is not an array of numbers")
+        raise DataError(f"a tensor: it is not an array of one of {', '.join(_DTYPES)}")
     count = math.prod(shape) * dtype.itemsize
     if not 0 <= len(array.data) - count <= _HEADER:
-        raise DataError(f"{place}: {len(array.data):,} bytes do not hold {array.dtype} of shape {shape}")
+        raise DataError(f"a tensor: {len(array.data):,} bytes do not hold {dtype} of shape {shape!s:.100}")
     stream = io.BytesIO(array.data)
     try:
         version = np.lib.format.read_magic(stream)
         head = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         header = head(stream)
         if header[0] != shape or header[2] != dtype or len(array.data) - stream.tell() != count:
-            raise DataError(f"{place}: its {len(array.data):,} bytes do not hold {dtype} of shape {shape}")
+            raise DataError(f"a tensor: {len(array.data):,} bytes do not hold {dtype} of shape {shape!s:.100}")
         found = np.frombuffer(array.data, dtype, offset=stream.tell()).reshape(shape, order="F" if header[1] else "C")
     except DataError:
         raise
     except Exception as error:  # of NumPy's reader of headers, also tokenize's and the parser's
-        raise DataError(f"{place}: {in_one_line(error)}") from error
+        raise DataError("a tensor: its bytes are not those of an array") from error
     return torch.from_numpy(np.array(found, order="C"))

@@ -38,6 +38,7 @@ _MOST_ANSWERS = 2  # of a site: one that the server reads, and one that arrives
 _MOST_REFUSALS = 10_000  # that are remembered
 _MOST_BODIES = 2  # of a site that are in memory at once; others wait on the wire
 _MOST_REQUESTS = 32  # of a site at once
+_MOST_CONNECTIONS = 64  # of a site; beyond, the oldest ends
 _MOST_STRANGERS = 512  # connections without a key, from all addresses
 _SMALL = 1 << 16  # bytes of a body for which the signature of its connection's first request will do
 _MOST_METADATA = 2 << 20  # bytes of any body but an object's
@@ -89,6 +90,9 @@ class Connections:
         if (connection := self._all.get(client)) is not None:
             connection.owner = owner
             self._known(connection)
+            mine = [other for other in self._all.values() if owner and other.owner == owner and other is not connection]
+            for other in mine[: max(0, len(mine) - _MOST_CONNECTIONS + 1)]:  # oldest first
+                _shut(other)
 
     def owner(self, client: tuple[str, int]) -> str | None:
         return connection.owner if (connection := self._all.get(client)) is not None else None
@@ -431,6 +435,22 @@ class Uploads:
         self.state._cleanup_push_session(upload.session, cleanup_messages=False)
 
 
+def only_answers(push: Callable[..., Any]) -> Callable[..., Any]:
+    """Flower's handler of what sites send, for their own answers only.
+
+    Flower checks who makes the request, not whose messages are in it: one that seems the server's would not be counted.
+    """
+    from flwr.supercore.error import ApiErrorCode, FlowerError
+
+    def push_messages(request: Any, state: Any) -> Any:
+        for metadata in (message.metadata for message in request.messages_list):
+            if not metadata.reply_to_message_id or metadata.src_node_id != request.node.node_id:
+                raise FlowerError(ApiErrorCode.NO_PERMISSIONS, "a site may send answers of its own only")
+        return push(request=request, state=state)
+
+    return push_messages
+
+
 def _refusal(state: Any, run: int, request: str, reason: str) -> Any:
     """The answer that the server finds in place of one that was refused."""
     from flwr.app import Error
@@ -468,6 +488,7 @@ def main() -> None:
     from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
     from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
     from flwr.superlink import extensions
+    from flwr.superlink.servicer.fleet import fleet_handlers
     from starlette.middleware import Middleware
 
     def serve(*, host: str, port: int, **given: Any) -> None:
@@ -488,6 +509,7 @@ def main() -> None:
     )
     for kind in (InMemoryLinkState, SqlLinkState):
         uploads.bound(kind)
+    fleet_handlers.push_messages = only_answers(fleet_handlers.push_messages)
     extensions.get_middleware = lambda: (guard,)  # the hook where Flower's paid extension adds its own
     # uvicorn's line per request cannot be switched off: ten a second and site would fill the disk.
     logging.getLogger("uvicorn.access").addFilter(lambda record: False)

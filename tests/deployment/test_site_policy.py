@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fedstill
-from fedstill.building.config import resolve
+from fedstill.building.config import Config, resolve
 from fedstill.building.setup import Setup, prepare
 from fedstill.core import trust
 from fedstill.core.errors import DataError, SettingError
@@ -141,6 +141,13 @@ def test_nothing_that_a_server_names_is_fetched(tmp_path: Path, monkeypatch: pyt
 )  # fmt: skip
 def test_a_run_that_would_exhaust_the_site_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     refused(question(**settings), tmp_path, Code.LIMIT_EXCEEDED)
+
+
+def test_regions_are_counted_before_there_is_a_table_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = question(regions=10**9)
+    monkeypatch.setattr(Config, "each_region", lambda _: pytest.fail("a table for each region was made"))
+    for body in (None, {"kind": "Train", "client": 0, "round": 1, "measure": False, "region": 0}):
+        refused(asked | {"request": body}, tmp_path, Code.LIMIT_EXCEEDED)
 
 
 @pytest.mark.parametrize(

@@ -452,6 +452,16 @@ def test_code_that_changed_since_the_run_is_not_run_unasked(tmp_path: Path, monk
         fedstill.resume(out, rounds=4)
 
 
+def test_a_method_given_again_does_not_vouch_for_the_other_code_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    text = resolve(SETTINGS).toml().replace('model = "mlp"', f'model = "{tmp_path}/evil.py:net"')
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").write_text(text)
+    with pytest.raises(SettingError, match=r"names code that would be run.*evil\.py"):
+        fedstill.resume(tmp_path / "run", method=fedstill.FedAvg())
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("words", [("resume",), ("samples",), ("figure", "confusion"), ("figure", "bubbles")])
 def test_commands_ask_before_they_run_code_of_a_run_directory(tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

@@ -373,7 +373,7 @@ def test_too_few_good_clients_stop_the_run_and_its_checkpoint_is_kept(
     words = short(out=tmp_path / "run", participation=1.0, bad=bad, min_clients=needed)
     line = message(fedstill("run", f"{file}:Faulty", *words), hint=True)
     assert line == (
-        f"only {good} of 4 clients gave a usable answer, {needed} are needed (min_clients); "
+        f"only {good} of 4 clients gave a usable answer, {needed} are needed (min_clients, or the method); "
         "the last one dropped: model is not finite"
     )
     assert [row["round"] for row in metrics(tmp_path / "run")] == [1]

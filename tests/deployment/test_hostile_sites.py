@@ -87,6 +87,34 @@ def test_a_round_that_always_fails_is_given_up_with_the_reason_of_each_site(tmp_
     assert [r["round"] for r in result.records] == [1, 2, 3], "what was done is kept, and the run goes on"
 
 
+@pytest.mark.parametrize(
+    ("method", "settings"), [("fedavg+krum", {"byzantine": 0}), ("fedavg+bulyan", {"byzantine": 0})]
+)
+def test_a_round_with_too_few_answers_for_its_method_is_tried_again(
+    tmp_path: Path, method: str, settings: dict[str, Any]
+) -> None:
+    reports = Reports()
+    result = served(
+        FailsOnce(tmp_path), tmp_path / "run", method, listener=reports, rounds=1, round_retries=2, **settings
+    )
+    assert len(reports.lines) == 1
+    assert "only 2 of 3 clients gave a usable answer, 3 are needed" in log(tmp_path / "run")
+    assert "left_out" not in result.records[0]
+
+
+class FailsOnce(Wire):
+    """The first answer of one site to a training is NaN."""
+
+    failed = False
+
+    def answer(self, name: str, request: Tree) -> Any:
+        answer, body = super().answer(name, request), request["request"]
+        if body and body["kind"] == "Train" and name == "south" and not self.failed:
+            self.failed = True
+            answer["message"] = {part: value * torch.nan for part, value in answer["message"].items()}
+        return answer
+
+
 class AllFail(Wire):
     """From round 2 on every answer is NaN, as of a model that diverged."""
 

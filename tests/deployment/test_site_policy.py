@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fedstill
-from fedstill.building.config import resolve
+from fedstill.building.config import Config, resolve
 from fedstill.building.setup import Setup, prepare
 from fedstill.core import trust
 from fedstill.core.errors import DataError, SettingError
@@ -141,6 +141,13 @@ def test_nothing_that_a_server_names_is_fetched(tmp_path: Path, monkeypatch: pyt
 )  # fmt: skip
 def test_a_run_that_would_exhaust_the_site_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     refused(question(**settings), tmp_path, Code.LIMIT_EXCEEDED)
+
+
+def test_regions_are_counted_before_there_is_a_table_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = question(regions=10**9)
+    monkeypatch.setattr(Config, "each_region", lambda _: pytest.fail("a table for each region was made"))
+    for body in (None, {"kind": "Train", "client": 0, "round": 1, "measure": False, "region": 0}):
+        refused(asked | {"request": body}, tmp_path, Code.LIMIT_EXCEEDED)
 
 
 @pytest.mark.parametrize(
@@ -443,6 +450,16 @@ def test_code_that_changed_since_the_run_is_not_run_unasked(tmp_path: Path, monk
     monkeypatch.setattr("os.getuid", lambda: out.stat().st_uid + 1)
     with pytest.raises(SettingError, match="belongs to another user"):
         fedstill.resume(out, rounds=4)
+
+
+def test_a_method_given_again_does_not_vouch_for_the_other_code_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    text = resolve(SETTINGS).toml().replace('model = "mlp"', f'model = "{tmp_path}/evil.py:net"')
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").write_text(text)
+    with pytest.raises(SettingError, match=r"names code that would be run.*evil\.py"):
+        fedstill.resume(tmp_path / "run", method=fedstill.FedAvg())
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("words", [("resume",), ("samples",), ("figure", "confusion"), ("figure", "bubbles")])

@@ -33,7 +33,7 @@ class FinalModel:
 
     def __init__(self, path: Path, **own: Any) -> None:
         directory = RunDirectory.open(path, lock=False)
-        config = directory.config(custom_method="method" in own)
+        config = directory.config(replaced=own)
         refuse_objects(path, config, own)
         if not (path / files.MODEL).is_file():
             raise SettingError(f"{path} has no model: the run has not ended, or its method has no global model")

@@ -91,16 +91,14 @@ def check_text(text: Any) -> str:
 
 def check_settings(policy: Policy, config: Config) -> None:
     """Refuse settings that would exhaust the site."""
+    _check_limit("regions", config.regions, policy.max_clients)  # before there is a table for each
     tables = config.each_region()
     limits = {
         "epochs": (max(config.epochs, *(t.epochs or 0 for t in tables)), policy.max_epochs),
         "batch_size": (max(config.batch_size, *(t.batch_size or 0 for t in tables)), policy.max_batch_size),
         "image_size": (config.image_size, policy.max_image_size),
         "max_length": (config.max_length, policy.max_length),
-        **{
-            name: (getattr(config, name), policy.max_clients)
-            for name in ("clients", "proxy_size", "vocabulary", "regions")
-        },
+        **{name: (getattr(config, name), policy.max_clients) for name in ("clients", "proxy_size", "vocabulary")},
     }
     for name, (value, most) in limits.items():
         _check_limit(name, value, most)

@@ -45,7 +45,7 @@ from fedstill.running.logfile import logging_to
 from fedstill.running.loop import Listener, RoundLoop
 from fedstill.running.machine import one_thread
 from fedstill.running.rollback import ROLLBACKS, seen, unseen
-from fedstill.running.uplinks import TooFewClients
+from fedstill.running.uplinks import TooFewClients, fewest_answers
 
 log = logging.getLogger(__name__)
 
@@ -253,7 +253,8 @@ class _RegionRun:
             path=place / files.COUNTS,
         )
         self._registry.counts.forget(server.terms.recount)
-        self._sites = SiteEngine(None, self._link, self._registry, server.terms, least=config.min_clients)
+        least = fewest_answers(config, self._method)
+        self._sites = SiteEngine(None, self._link, self._registry, server.terms, least=least)
         self.rounds: RegionalLoop | None = None
         with ExitStack() as opened:
             begun = (place / files.CONFIG).is_file()

@@ -40,6 +40,7 @@ from fedstill.running.inputs import check_inputs, save_inputs, saved_tokenizer
 from fedstill.running.logfile import logging_to
 from fedstill.running.loop import Listener, RoundLoop, refuse_changes
 from fedstill.running.rollback import ROLLBACKS
+from fedstill.running.uplinks import fewest_answers
 
 log = logging.getLogger(__name__)
 
@@ -266,7 +267,7 @@ def serve(
         raise
     frozen += filter(None, [frozen_digest(setup.task.build().module)])
     steps += [region.task.local.steps_per_epoch for region in setup.hierarchy.regions]
-    loop_class, least = (EpisodeLoop, 1) if regional else (RoundLoop, config.min_clients)
+    loop_class, least = (EpisodeLoop, 1) if regional else (RoundLoop, fewest_answers(config, setup.method))
 
     def engine(worker: Worker) -> Engine:
         return SiteEngine(worker, link, registry, terms, least=least)

@@ -110,7 +110,9 @@ class Site:
             text = policies.check_text(run["config"])
         if self._settings is None or self._settings[0] != text:
             with during(Step.SETTINGS):
-                self._settings = text, self._inputs.config(text)
+                config = self._inputs.config(text)
+                policies.check_settings(self._policy, config)
+                self._settings = text, config
         config = self._settings[1]
         with during(Step.REQUEST):
             request = None if body is None else _request(body, run, config)
@@ -161,7 +163,6 @@ class Site:
         key = {name: value for name, value in run.items() if name != "checkpoint"}
         if self._ready is None or self._ready[0] != key:
             with during(Step.SETTINGS):
-                policies.check_settings(self._policy, config)
                 policies.check_run(self._policy, run)
             self._ready = (key, self._prepare(run, config))
         return self._ready[1]
@@ -245,7 +246,7 @@ def _request(body: Any, run: Mapping[str, Any], config: Config) -> Request:
     request = request_from(body)
     if isinstance(request, Score):
         return request
-    regions = 1 if config.flat else len(config.each_region())
+    regions = 1 if config.flat else len(config.region) or config.regions
     region = getattr(request, "region", 0)
     numbers = all(type(number) is int for number in (request.client, request.round, region))
     if not numbers or request.client != run["client"] or not 1 <= request.round <= 10**9 or not 0 <= region < regions:

@@ -137,7 +137,7 @@ def resume(
 
 def _continued(directory: RunDirectory, rounds: int | None, given: dict[str, object]) -> Config:
     """The settings of a run that goes on, to another number of rounds if one is given."""
-    config = directory.config(custom_method=given["method"] is not None)
+    config = directory.config(replaced=[name for name, value in given.items() if value is not None])
     for name, value in given.items():
         named = getattr(config, name)
         if is_object(named) and value is None:

@@ -40,7 +40,7 @@ from fedstill.running.judging import History, Judge
 from fedstill.running.machine import make_engine, one_thread, server_threads
 from fedstill.running.records import NOT_EVALUATED, Tally, of_own_models, summarise, versions
 from fedstill.running.retries import Retries
-from fedstill.running.uplinks import Checked, RoundFailed
+from fedstill.running.uplinks import Checked, RoundFailed, fewest_answers
 
 log = logging.getLogger(__name__)
 
@@ -258,7 +258,7 @@ class RoundLoop:
     @property
     def fewest_connected(self) -> int:
         """How many clients must be there for a round to be worth trying."""
-        return self.setup.config.min_clients
+        return max(fewest_answers(self.setup.config, region.method) for region in self.setup.hierarchy.regions)
 
     def _connected(self, engine: Engine) -> int:
         return sum(len(region.clients) for region in self.setup.hierarchy.regions) - len(engine.absent())
@@ -323,6 +323,7 @@ class RoundLoop:
     def _train_region(self, engine: Engine, region: Region, cohort: list[int], tally: Tally, *, measure: bool) -> None:
         """One round of a federation: of all clients, or of a region's."""
         method, server, round_ = region.method, self.regional[region.number], self.server.round
+        config = self.setup.config
         began, server.round, server.notes = time.perf_counter(), round_, {}
         method.begin(server)
         down = method.downlink(server)
@@ -333,7 +334,7 @@ class RoundLoop:
             cohort,
             engine.run([Train(k, round_, measure, region.number) for k in cohort], down),
             wire.up,
-            least=self.setup.config.min_clients,
+            least=fewest_answers(config, method) if engine.remote else config.min_clients,
             tick=self.listener.client_done,
             judge=self.judge(engine, down, str(region.number)),
         )

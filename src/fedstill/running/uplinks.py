@@ -6,10 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from fedstill.building.config import Config
 from fedstill.core.device import to_current_device
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import Message, Tree, nbytes
-from fedstill.methods.base import Part, Uplink, fault
+from fedstill.methods.base import Method, Part, Uplink, fault
 from fedstill.running.judging import Held, Judge
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,11 @@ class Checked:
             last = next(reversed(self.dropped.values()), "no answer")
             raise TooFewClients(
                 f"only {len(self.good)} of {len(self._clients)} {self._who}s gave a usable answer, "
-                f"{self._least} are needed (min_clients); the last one dropped: {last}",
+                f"{self._least} are needed (min_clients, or the method); the last one dropped: {last}",
                 self.dropped,
             )
+
+
+def fewest_answers(config: Config, method: Method) -> int:
+    """How many answers of clients elsewhere a round needs: with fewer, a method such as Krum would defend nothing."""
+    return max(config.min_clients, *(part.fewest_clients for part in method.parts()))

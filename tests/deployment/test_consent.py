@@ -1,12 +1,17 @@
-"""What an owner agreed to covers that run, that method and those kinds of information."""
+"""What an owner agreed to covers that run, that method and those kinds of information; the audit log is whole."""
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
+
+import pytest
 
 from fedstill.building.config import resolve
 from fedstill.building.setup import Setup, prepare
 from fedstill.core.reports import Code, Refusal
+from fedstill.deployment.audit import AuditLog, verify
 from fedstill.deployment.policy import Consent, Policy
 from support.sites import SETTINGS
 
@@ -60,3 +65,17 @@ def test_an_owner_is_asked_one_question_at_a_time() -> None:
     go.set()
     answered()
     assert len(put) == 1
+
+
+def test_a_line_of_the_audit_log_that_was_cut_short_is_an_error_and_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, write = AuditLog(tmp_path / "audit.jsonl"), os.write
+    log.append(number=1)
+    with monkeypatch.context() as full:
+        full.setattr("os.write", lambda file, data: write(file, data[:9]))
+        with pytest.raises(OSError, match="cut short"):
+            log.append(number=2)
+    log.append(number=3)
+    assert verify(log.path) == 3
+    assert '"number": 3' in log.path.read_text().splitlines()[2]

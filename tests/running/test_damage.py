@@ -335,6 +335,14 @@ def test_every_file_that_counts_is_verified(undisturbed: Path, tmp_path: Path) -
     assert set(unchecked) <= {"checkpoints/lock", "curves.png", "log.txt", *needless}
 
 
+def test_a_checkpoint_without_a_name_that_it_should_have_is_named(undisturbed: Path, tmp_path: Path) -> None:
+    path = copy_of(undisturbed, tmp_path / "run")
+    newest = RunDirectory.open(path, lock=False).checkpoint_rounds()[-1]
+    for file in [f for f in (path / "checkpoints").iterdir() if f.is_file()]:
+        file.write_bytes(file.read_bytes().replace(b'"stands on', b'"Xtands on'))
+    assert any(f"round {newest}" in check.what and not check.sound for check in verify(path))
+
+
 def test_every_run_below_a_folder_is_verified(undisturbed: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         copy_of(undisturbed, tmp_path / "runs" / name)

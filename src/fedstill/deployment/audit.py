@@ -5,6 +5,7 @@ Each line carries the digest of the line before it, so that one that was taken o
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -47,7 +48,9 @@ class AuditLog:
                 self._last = _digest(tail.rstrip(b"\n").rpartition(b"\n")[2]) if tail else ""
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             line = json.dumps({"time": now, **fields, "previous": self._last}).encode()
-            os.write(opened, start + line + b"\n")
+            data, self._last = start + line + b"\n", None  # if it is cut short, the next line looks at what is there
+            if os.write(opened, data) != len(data):
+                raise OSError(errno.ENOSPC, "the line was cut short", str(self.path))
             if self._durable:
                 os.fsync(opened)
             self._last = _digest(line)

@@ -170,12 +170,15 @@ def kinds_of(method: Method, task: Task) -> dict[str, Kind]:
     return {name: part.kind for parts in (wire.up, wire.last) for name, part in parts.items()}
 
 
+_Question = tuple[str, str, tuple[Kind, ...]]  # the run, its method, and what it sends
+
+
 class Consent:
     """Whether a site takes part in a run. `ask` puts a question to its owner, and may take its time."""
 
     def __init__(self, policy: Policy, ask: Callable[[str], bool] | None = None) -> None:
         self.policy, self._ask = policy, ask
-        self._answers: dict[tuple[str, str], bool | None] = {}  # None: the owner has been asked
+        self._answers: dict[_Question, bool | None] = {}  # None: the owner has been asked
 
     def check(self, number: str, name: str, method: Method, task: Task) -> None:
         """Refuse a method that may not send what it sends: by the policy, or by the owner."""
@@ -184,12 +187,15 @@ class Consent:
             raise Refusal(Code.NOT_ALLOWED, f"{name} sends {', '.join(denied)}, which this site's policy denies")
         if not sent - {Kind.WEIGHTS} or name in self.policy.allow:
             return
-        unnamed = [part for part in _parts_beyond_weights(name, task) if part not in self.policy.allow]
+        parts = _parts_beyond_weights(name, task)
+        if not parts and not any(map(custom.is_reference, registry.split(name))):
+            parts = [name]  # which by its defaults sends weights alone: it is these settings
+        unnamed = [part for part in parts if part not in self.policy.allow]
         if not unnamed:
             return
         beyond = "; ".join(f"{kind} ({MEANING[kind]})" for kind in sorted(sent - {Kind.WEIGHTS}))
         answer = self._owner_answer(
-            (number, name), f"a server wants to run {name}, which sends beside weights: {beyond}"
+            (number, name, tuple(sorted(sent))), f"a server wants to run {name}, which sends beside weights: {beyond}"
         )
         if answer:
             return
@@ -200,11 +206,13 @@ class Consent:
             "policy",
         )
 
-    def _owner_answer(self, about: tuple[str, str], question: str) -> bool | None:
+    def _owner_answer(self, about: _Question, question: str) -> bool | None:
         """The owner's answer; None: there is none yet. A server does not wait as long as a person may take."""
         if self._ask is None:
             return False
         if about not in self._answers:
+            if None in self._answers.values():
+                return None  # one question at a time, however many runs a server names
             self._answers[about] = None
             thread = threading.Thread(
                 target=self._ask_owner, args=(about, question, self._ask), name="consent", daemon=True
@@ -212,7 +220,7 @@ class Consent:
             thread.start()
         return self._answers[about]
 
-    def _ask_owner(self, about: tuple[str, str], question: str, ask: Callable[[str], bool]) -> None:
+    def _ask_owner(self, about: _Question, question: str, ask: Callable[[str], bool]) -> None:
         self._answers[about] = ask(question)
 
 

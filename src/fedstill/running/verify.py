@@ -70,7 +70,7 @@ def _saved(directory: RunDirectory, round_: int) -> Iterator[Check]:
     """Models and teachers that the run was to save."""
     try:
         saved = directory.saved_digests(round_)
-    except FedstillError:
+    except (FedstillError, OSError, LookupError, TypeError):
         return  # the checkpoint's own check names it
     for name, paths in saved.items():
 

@@ -72,7 +72,7 @@ def message(data: bytes, dtype: str = "float32") -> RecordDict:
 def test_a_message_whose_array_header_cannot_be_parsed_is_refused() -> None:
     made = io.BytesIO()
     np.save(made, np.arange(6, dtype=np.float32))
-    with pytest.raises(DataError, match=r"^x: "):
+    with pytest.raises(DataError, match="a tensor: its bytes are not those of an array"):
         from_records(message(made.getvalue().replace(b"'shape", b"#shape")))
 
 

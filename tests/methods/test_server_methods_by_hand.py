@@ -427,7 +427,11 @@ def test_dafkds_server_averages_uniformly_and_distils_by_the_correlations(settin
         epochs_of(len(x), 8, 1, at_server("distillation", 2)),
         partial(torch.optim.Adam, lr=0.01),
     )
-    assert_moved_alike(network(run.model_after(2)), expected, network(start))
+    # By their outputs: of a gradient that is all rounding, Adam makes a whole step, another one on each processor.
+    found, wanted, before = (
+        torch.from_numpy(exact(net, x)[0]) for net in (network(run.model_after(2)), expected, network(start))
+    )
+    assert_near(found, wanted, before, 0.1 if method.logit_T else 0.03)  # at T = 20 gradients are nearly nothing else
 
 
 def judge_of(run: Play, method: DaFKD, k: int) -> Judge:

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 # Of pytest-xdist's schedulers, this one goes on when a test kills its process; tests beside each other stay together.
-PARALLEL := -n 2 --dist worksteal --max-worker-restart 4
+PARALLEL := -n 3 --dist worksteal --max-worker-restart 4
 
 .PHONY: install demo test test-fast check fuzz bench clean
 

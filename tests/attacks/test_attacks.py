@@ -46,6 +46,7 @@ def uploads(crossings: list[Round]) -> dict[int, Message]:
     return crossings[0].up
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "feddistill-plus"])
 def test_honest_clients_send_the_same_bits_and_attackers_do_not(
     run_small: RunSmall, monkeypatch: pytest.MonkeyPatch, method: str
@@ -176,6 +177,7 @@ def test_only_clients_with_data_attack() -> None:
     assert all(draw_attackers(sizes, 1, seed=seed) <= {1, 3, 4} for seed in range(9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mirror-flip", "noise", "count", "min-max", "adaptive"])
 def test_the_same_bits_on_any_engine_and_after_an_interruption(
     run_small: RunSmall, tmp_path: Path, kind: AttackKind
@@ -271,6 +273,7 @@ def test_colluding_attackers_send_what_their_formulas_say(
         assert back @ update / np.linalg.norm(back) / np.linalg.norm(update) == pytest.approx(-1, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["", "+norm-clip", "+multi-krum", "+centered-clip"])
 def test_who_knows_the_rule_does_at_least_as_much_harm(
     run_small: RunSmall, monkeypatch: pytest.MonkeyPatch, rule: str

@@ -269,6 +269,7 @@ def test_a_users_own_method_network_and_data(mine: Path) -> None:
     assert not torch.equal(model(mine / "plain")["3.weight"], expected["3.weight"])
 
 
+@pytest.mark.slow
 def test_a_run_of_a_users_own_method_resumes_and_repeats(mine: Path) -> None:
     whole = run("./mine.py:MyMethod", mine / "whole")
     with interrupted_after(1):

@@ -348,6 +348,7 @@ def without(faulty: Path) -> Path:
     return run(f"{faulty}:Without", faulty.parent / "without", participation=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_update_is_dropped_logged_and_counted_and_the_others_are_averaged_as_without_it(
     fault: str, faulty: Path, without: Path, tmp_path: Path
@@ -364,6 +365,7 @@ def test_a_bad_update_is_dropped_logged_and_counted_and_the_others_are_averaged_
     assert "round 2: clients dropped: 1 (see log.txt)" in answer.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bad", "needed", "good"), [(4, 1, 0), (2, 3, 2)])
 def test_too_few_good_clients_stop_the_run_and_its_checkpoint_is_kept(
     faulty: Path, tmp_path: Path, bad: int, needed: int, good: int
@@ -407,6 +409,7 @@ def test_what_the_server_sends_must_be_declared(tmp_path: Path) -> None:
     assert "is not what" in message(answer, hint=True)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -446,6 +449,7 @@ WHERE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "engine"),
     [

@@ -59,6 +59,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b) or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
 
 
+@pytest.mark.slow
 @few
 @given(trees)
 def test_a_tree_survives_the_way_through_bytes(given_: Any) -> None:
@@ -639,3 +640,12 @@ def test_the_check_of_the_layers_sees_an_import_that_goes_upwards(tmp_path: Path
     )
     assert imported(file) == {"cli", "engine", "."}
     assert not imported(file) & allowed("core")
+
+
+def test_a_file_that_cannot_be_imported_leaves_no_half_of_a_module(tmp_path: Path) -> None:
+    """Else workers elsewhere, which are given every file of the user's, fail at this one in every later run."""
+    before = set(sys.modules)
+    (tmp_path / "mine.py").write_text("x = 1\nraise ValueError('no')\n")
+    with pytest.raises(SettingError, match="cannot be imported"):
+        custom.load(f"{tmp_path}/mine.py:x")
+    assert not {name for name in set(sys.modules) - before if name.startswith("fedstill_user")}

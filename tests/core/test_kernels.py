@@ -131,6 +131,7 @@ def test_narrow_networks_train_without_damage_under_heap_checks(kernel_sweep: Mo
     assert child.stdout == "sound\n", f"exit code {child.returncode}: {child.stderr}"
 
 
+@pytest.mark.slow
 def test_the_sweep_sees_damage_where_there_is_some_and_none_where_there_is_none(kernel_sweep: ModuleType) -> None:
     narrow, wide, slow = (
         kernel_sweep.Case(channels, 16, kernel, 2, 1, 32, "channels_last", "float32")

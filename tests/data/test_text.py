@@ -685,6 +685,7 @@ PLAIN = [name for name in registry.names() if name not in PIXELS]
 COMBINED = ["fedprox+t1", "fedgkd+feddf", "fedprox+lkd", *(f"fedavg+{name}" for name in registry.modifiers())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*PLAIN, *COMBINED])
 def test_every_method_that_makes_no_pixels_runs_on_text(mini: Dataset, method: str) -> None:
     needs = registry.make(method).needs()
@@ -776,6 +777,7 @@ def test_networks_learn_from_nothing(tmp_path: Path, model: str) -> None:
     assert result.summary["best_accuracy"] > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "lr"), [("transformer", 0.001), ("bag", 0.01)])
 def test_the_embedded_texts_can_be_learnt(model: str, lr: float) -> None:
     settings: dict[str, Any] = {} if lr == TEXT_TRAINING["lr"] else {"lr": lr, "optimizer": "adam"}

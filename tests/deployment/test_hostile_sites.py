@@ -74,6 +74,7 @@ def scaled(factor: float) -> Change:
 # --- a round that always fails ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_round_that_always_fails_is_given_up_with_the_reason_of_each_site(tmp_path: Path) -> None:
     reports = Reports()
     with pytest.raises(fedstill.FedstillError, match="round 2 failed 3 times and is given up") as error:
@@ -87,6 +88,7 @@ def test_a_round_that_always_fails_is_given_up_with_the_reason_of_each_site(tmp_
     assert [r["round"] for r in result.records] == [1, 2, 3], "what was done is kept, and the run goes on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "settings"), [("fedavg+krum", {"byzantine": 0}), ("fedavg+bulyan", {"byzantine": 0})]
 )
@@ -181,6 +183,7 @@ def test_finite_answers_that_add_up_to_no_model_are_no_checkpoint(tmp_path: Path
 # --- finite but absurd ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "scaffold"])
 def test_an_absurd_update_is_dropped_and_changes_nothing_else(tmp_path: Path, method: str) -> None:
     alone = Wire(tmp_path / "without")
@@ -286,6 +289,7 @@ def weights_of(method: str, wire: Wire, out: Path, monkeypatch: pytest.MonkeyPat
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "largest"), [(0.0, 0.75), (0.5, 0.5), (0.4, 0.4)])
 def test_no_site_counts_more_than_its_share_whatever_it_claims(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, largest: float
@@ -314,6 +318,7 @@ def test_equal_sites_count_as_they_are() -> None:
     assert capped(np.array([1, 2, 10**8]), 1).tolist() == [1, 2, 10**8]
 
 
+@pytest.mark.slow
 def test_a_site_holds_what_it_held_when_it_joined_also_after_a_restart(tmp_path: Path) -> None:
     served(Wire(tmp_path), tmp_path / "run", rounds=1)
     more = Lying(tmp_path, lambda a: {"samples": [a["samples"][0] + 5]}, kind="poll")
@@ -328,6 +333,7 @@ def test_a_site_holds_what_it_held_when_it_joined_also_after_a_restart(tmp_path:
     assert "south has 175 samples" in log(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), [("local_accuracy", -5.0), ("train_loss", 1e308), ("train_loss", math.nan)])
 def test_a_metric_that_cannot_be_is_missing(tmp_path: Path, name: str, value: float) -> None:
     wire = Lying(tmp_path, lambda a: {"metrics": a["metrics"] | {name: value, "other": 1.0}})

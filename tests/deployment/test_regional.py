@@ -26,6 +26,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regional, "_NEWCOMERS_TIMEOUT", 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
@@ -98,6 +99,7 @@ def test_a_region_that_is_away_is_left_out_and_comes_back(tmp_path: Path) -> Non
     assert "because they are not connected: west" in (tmp_path / "run/log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_region_and_a_site_that_come_late_take_part_from_then_on(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.top.away, world.sites["east"].away = {"west"}, {"bob"}

@@ -184,6 +184,7 @@ def check(nodes: Nodes, out: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert MARKER not in path.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAILING)
 def test_what_is_wrong_with_the_data_is_said_at_home_alone(
     tmp_path: Path, case: str, home_log: list[str], caplog: pytest.LogCaptureFixture
@@ -201,6 +202,7 @@ def test_what_is_wrong_with_the_data_is_said_at_home_alone(
     assert any(f"number {number}: " in line for line in home_log), "by which the line at home is found"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Raises", "Tells", "Odd"])
 def test_a_method_of_ones_own_that_raises_or_sends_more_tells_nothing(
     tmp_path: Path, name: str, home_log: list[str], caplog: pytest.LogCaptureFixture

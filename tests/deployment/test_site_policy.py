@@ -198,6 +198,7 @@ WEIGHTS_ALONE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_every_part_that_a_method_sends_is_of_a_kind(name: str) -> None:
     kinds = uplink_kinds(name)

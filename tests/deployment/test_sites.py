@@ -186,6 +186,7 @@ def test_a_server_that_was_killed_goes_on_and_sites_that_restarted_too(tmp_path:
     assert 1 <= len(kept) <= 4, "states that no checkpoint needs are deleted"
 
 
+@pytest.mark.slow
 def test_no_site_hears_of_a_round_before_the_checkpoint_of_the_last_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +269,7 @@ def test_what_a_site_cannot_do_is_said(tmp_path: Path) -> None:
         served(nobody, tmp_path / "empty")
 
 
+@pytest.mark.slow
 def test_a_round_without_enough_answers_is_tried_again_with_those_that_are_there(tmp_path: Path) -> None:
     """Otherwise one dead site that is drawn alone would end the run."""
 

@@ -207,6 +207,7 @@ def with_batchnorm() -> torch.nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(256, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["feddf", "fedftg", "fedbe", "lkd", "dafkd"])
 def test_a_server_that_hardly_learns_changes_no_statistics(run_small: RunSmall, method: str) -> None:
     """With a rate of almost zero the result is the average, BatchNorm's statistics included."""
@@ -574,6 +575,7 @@ def test_generators_have_the_published_sizes() -> None:
         assert 0 <= made.min() <= made.max() <= 1
 
 
+@pytest.mark.slow
 def test_a_client_side_and_a_server_side_combine(run_small: RunSmall) -> None:
     alone = run_small("fedgkd", **POOL, buffer=2, gamma=1.0)
     both = run_small("fedgkd+feddf", **POOL, buffer=2, gamma=1.0, server_steps=0)
@@ -631,6 +633,7 @@ def test_ccvr_pools_to_the_covariance_of_all_samples() -> None:
     np.testing.assert_allclose(covariance[0].numpy(), np.cov(everything.T), rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_ccvr_changes_the_classifier_alone_and_only_at_the_end(run_small: RunSmall) -> None:
     plain, calibrated = run_small("fedavg", lr=0.2), run_small("fedavg+ccvr", lr=0.2)
     assert numbers(plain) == numbers(calibrated)

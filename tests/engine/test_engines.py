@@ -182,6 +182,7 @@ class Slow(fedstill.FedAvg):
         return super().uplink(client)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 4])
 def test_workers_that_die_between_rounds_are_replaced(tmp_path: Path, workers: int) -> None:
     setup = prepare(resolve({**SMALL, "clients": 4}))
@@ -218,6 +219,7 @@ class TinyNet(nn.Sequential):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("by", "advice"),
     [

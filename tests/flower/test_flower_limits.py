@@ -45,6 +45,7 @@ def memory(process: Any) -> int:
     return int(psutil.Process(process.pid).memory_info().rss)
 
 
+@pytest.mark.slow
 def test_refused_uploads_leave_nothing_in_the_superlink(trial: Trial) -> None:
     trial.start("berlin")
     with trial.link(most_bytes=MB, database=False) as link:
@@ -62,6 +63,7 @@ def test_refused_uploads_leave_nothing_in_the_superlink(trial: Trial) -> None:
         assert ask(link, {"berlin": {"note": 1}})["berlin"]["note"] == 1
 
 
+@pytest.mark.slow
 def test_idle_connections_make_room_for_a_site(trial: Trial) -> None:
     with trial.link(database=False, strangers=Strangers(connections=20, seconds=600)) as link:
         assert link._process is not None
@@ -76,6 +78,7 @@ def test_idle_connections_make_room_for_a_site(trial: Trial) -> None:
                 connection.close()
 
 
+@pytest.mark.slow
 def test_a_connection_that_says_nothing_is_ended(trial: Trial) -> None:
     with (
         trial.link(database=False, strangers=Strangers(seconds=0.5)),

@@ -66,6 +66,7 @@ keys = st.text().filter(lambda key: key != "$tensor")
 trees = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(keys, inner), max_leaves=12)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(trees)
 def test_a_tree_comes_back_as_through_safetensors(given_tree: Tree) -> None:

@@ -173,6 +173,7 @@ TRAINING = ("batches", "augment")  # streams of the training loop itself
 NOT_HERE = {"digest", "model", "sub-networks", "ccvr"}  # with other settings only, or not in a checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*registry.names(), "fedavg+t1", "fedavg+ccvr"])
 def test_a_method_keeps_and_draws_what_it_declares(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: set[str] = set()

@@ -154,6 +154,7 @@ def test_feddistill_plus_averages_weights_by_samples() -> None:
 # --- FedDistill: no weights cross -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("c", [0.0, 2.0])
 def test_a_client_goes_on_from_its_own_last_model(tmp_path: Path, c: float) -> None:
     _, tape = taped("feddistill", c=c, rounds=4, out=tmp_path / "run")

@@ -217,6 +217,7 @@ def taught_models(crossed: Round, buffer: int) -> list[Tensor]:
     return [crossed.down[name] for name in names if name in crossed.down]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 0.05])
 def test_the_votes_are_the_softmax_of_the_validation_losses(beta: float) -> None:
     pool = {"pool": 0.2}
@@ -264,6 +265,7 @@ def test_vote_with_lambda_zero_is_fedavg(run_small: RunSmall) -> None:
     assert without(numbers(vote), "bytes_down") == without(numbers(plain), "bytes_down")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regulariser", REGULARISERS)
 def test_vote_of_one_model_is_fedgkd_of_one_model(run_small: RunSmall, regulariser: str) -> None:
     common: dict[str, Any] = {"pool": 0.1, "buffer": 1, "regulariser": regulariser}
@@ -306,6 +308,7 @@ def test_a_fedgkd_plus_round_equals_a_plain_loop() -> None:
 # --- all three --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "settings", "copies"),
     [

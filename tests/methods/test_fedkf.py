@@ -483,6 +483,7 @@ def aca_after(tape: list[Round]) -> Tensor:
     return mean_of([(tape[-1].samples[k], up["model"]) for k, up in tape[-1].up.items()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_init", ["seen", "w0"])
 def test_student_and_teacher_are_the_means_over_active_and_over_all_clients(cache_init: str) -> None:
     # averages do not depend on how clients learn: gamma = 0 is quick

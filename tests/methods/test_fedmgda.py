@@ -42,6 +42,7 @@ def brute_force(gram: Array, prior: Array, epsilon: float, points: int) -> float
     return float(np.einsum("ni,ij,nj->n", weights, gram, weights).min())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", EPSILONS[1:])
 @pytest.mark.parametrize(("clients", "points"), [(2, 200_001), (3, 1001)])
 def test_the_weights_do_as_well_as_brute_force(clients: int, points: int, epsilon: float) -> None:

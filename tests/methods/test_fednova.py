@@ -49,6 +49,7 @@ def test_the_server_step_equals_the_rule_written_out(tmp_path: Path) -> None:
         np.testing.assert_allclose(server.model, ups.w_t - (p @ a) * (p @ d), rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_fednova_with_equal_steps_is_fedavg(run_small: RunSmall, momentum: float) -> None:
     settings = {"local_unit": "equal_steps", "epochs": 2, "momentum": momentum, "lr": 0.01}

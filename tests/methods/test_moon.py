@@ -112,6 +112,7 @@ def test_with_the_global_model_as_previous_one_the_loss_is_log_2_whatever_the_cl
     assert float(z.grad.abs().max()) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffer", [1, 2])
 def test_a_client_is_contrasted_with_its_own_last_models_and_no_others(buffer: int) -> None:
     _, tape = taped("moon", mu=5.0, buffer=buffer, rounds=5)

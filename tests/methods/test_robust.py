@@ -224,6 +224,7 @@ def test_the_same_bits_on_both_engines(run_small: RunSmall, name: str) -> None:
     assert numbers(inline) == numbers(processes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedprox+krum", "scaffold+median", "fedkf+norm-clip", "fedkf+trimmed-mean"])
 def test_any_method_that_sends_models_can_be_defended(run_small: RunSmall, name: str) -> None:
     own = {"width": 2, "z_dim": 3} if "fedkf" in name else {}

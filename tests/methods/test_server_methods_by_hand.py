@@ -500,6 +500,7 @@ def test_fedhybs_clients_teach_their_sub_networks(settings: dict[str, Any]) -> N
         assert_same_network(up["model"], locally(run, k, run.rounds[0], self_distillation))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["1", "2", "3", "full"])
 def test_fedhybs_server_matches_mean_predictions_and_mean_features(variant: str) -> None:
     """Eq. 2, then Eq. 6 to 8: eta KL(mean softmax || student) + nu MSE of features; ablations 1 and 2 stop at Eq. 2."""

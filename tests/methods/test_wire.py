@@ -202,6 +202,7 @@ def is_needy(name: str) -> bool:
     return needs.server_labels or needs.proxy_data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in [*NAMES, *WITH_T1] if is_needy(name.removesuffix("+t1"))])
 def test_a_run_without_what_a_method_needs_is_refused_in_words(name: str) -> None:
     """Those that need neither labels nor proxy data ran without, above."""

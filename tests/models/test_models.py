@@ -167,6 +167,7 @@ def test_gradients_reach_every_parameter_also_through_a_gradient(name: str) -> N
     assert [key for key, grad in gradients.items() if grad is None or not grad.isfinite().all()] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_IMAGES)
 def test_logits_do_not_depend_on_the_memory_layout(name: str) -> None:
     # Away from square images, and in double precision, so that a wrong order cannot hide behind rounding.

@@ -60,6 +60,7 @@ def named(text: str, name: str, path: Path) -> bool:
     return Path(name).name in text or str(path / "checkpoints") in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "harm",
     [
@@ -169,7 +170,7 @@ def test_where_clients_are_many_a_damaged_state_is_named_when_it_is_read(
     restored = made.restore()
     assert restored is not None
     assert restored[0] == 3
-    with pytest.raises(DataError, match=r"6\.3\.safetensors: .* digest"):
+    with pytest.raises(DataError, match=r"6\.3\.safetensors: .*(digest|damaged)"):  # the byte may be of its header
         made.client_store.read(6, before=4)
 
 

@@ -26,6 +26,7 @@ def rounds(path: Path) -> list[int]:
     return [record["round"] for record in RunDirectory.open(path, lock=False).records()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["scaffold", "fedavg+t1"])
 @pytest.mark.parametrize("to", [0, 2, 4])
 def test_a_run_that_went_back_comes_to_the_same_bits(tmp_path: Path, method: str, to: int) -> None:
@@ -95,6 +96,7 @@ class Repeating(Wire):
                 yield site, answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", [0, 2])
 def test_sites_forget_with_the_server(tmp_path: Path, to: int) -> None:
     settings: dict[str, Any] = {"participation": 0.67, "keep_checkpoints": 4}
@@ -111,6 +113,7 @@ def test_sites_forget_with_the_server(tmp_path: Path, to: int) -> None:
     assert weights(tmp_path / "run") == weights(tmp_path / "alone")
 
 
+@pytest.mark.slow
 def test_a_site_that_is_away_when_a_round_is_repeated_does_not_go_on_from_the_forgotten_one(tmp_path: Path) -> None:
     def with_a_gap(folder: Path, *, detour: bool) -> bytes:
         wire = Wire(folder)
@@ -130,6 +133,7 @@ def test_a_site_that_is_away_when_a_round_is_repeated_does_not_go_on_from_the_fo
     assert with_a_gap(tmp_path / "a", detour=True) == with_a_gap(tmp_path / "b", detour=False)
 
 
+@pytest.mark.slow
 def test_back_at_the_start_the_settings_may_be_others(tmp_path: Path) -> None:
     served(Wire(tmp_path), tmp_path / "run", rounds=1, lr=0.5)
     rollback(tmp_path / "run", 0)
@@ -138,6 +142,7 @@ def test_back_at_the_start_the_settings_may_be_others(tmp_path: Path) -> None:
     assert weights(tmp_path / "run") == weights(tmp_path / "alone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", [0, 2])
 def test_regions_forget_with_the_global_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: int) -> None:
     monkeypatch.setattr(regional, "_NEWCOMERS_TIMEOUT", 0.5)

@@ -99,6 +99,7 @@ class Seen(Watcher):
         self.rounds.append((cell.path.name, round_))
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_have_the_bits_of_runs_alone_and_are_not_repeated(tmp_path: Path) -> None:
     wanted = [Cell(tmp_path / f"s{seed}", config(seed=seed)) for seed in range(3)]
     seen = Seen()
@@ -150,6 +151,7 @@ def test_one_that_fails_is_named_after_the_others_have_ended(tmp_path: Path) -> 
     assert wanted[1].finished
 
 
+@pytest.mark.slow
 def test_jobs_and_workers_do_not_exceed_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def noted(cell: Cell, workers: int, pipe: Any, parent: int) -> None:
         (cell.path.parent / f"{cell.path.name}.workers").write_text(str(workers))
@@ -213,6 +215,7 @@ def test_a_difference_is_positive_where_the_row_is_better(tmp_path: Path) -> Non
     assert fair.spread("final_amp") is None
 
 
+@pytest.mark.slow
 def test_what_ccvr_gains_after_the_last_round_is_in_the_comparison(tmp_path: Path) -> None:
     words = ["compare", "fedavg", "fedavg+ccvr", *flags(tmp_path), "--alpha", "0.5"]
     shown = command(*words).out

@@ -76,11 +76,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first in both halves, which pytest-xdist hands to two workers: neither ends with it."""
+    """What takes longest comes first in each of the parts that pytest-xdist hands to its workers: none ends with it."""
+    parts: list[list[pytest.Item]] = [[] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))]
     slow = [item for item in items if item.get_closest_marker("slow")]
     quick = [item for item in items if not item.get_closest_marker("slow")]
-    halves: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
     for number, (_, together) in enumerate(groupby(slow, key=lambda item: item.path)):
-        halves[number % 2].extend(together)
-    filled = max(0, len(items) // 2 - len(halves[0]))
-    items[:] = [*halves[0], *quick[:filled], *halves[1], *quick[filled:]]
+        parts[number % len(parts)].extend(together)
+    size = -(-len(items) // len(parts))
+    for part in parts:
+        room = max(0, size - len(part))
+        part += quick[:room]
+        del quick[:room]
+    items[:] = [item for part in (*parts, quick) for item in part]

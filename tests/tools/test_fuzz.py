@@ -43,6 +43,7 @@ def _fuzz() -> ModuleType:
 fuzz: Any = _fuzz()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_no_reader_breaks_its_contract(tmp_path: Path) -> None:
     found = []

@@ -117,6 +117,7 @@ def joint_fits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold", "fedgkd", "feddyn", "fednova", "qffl"])
 def test_clients_trained_together_learn_what_they_learn_alone(
     method: str, tmp_path: Path, joint_fits: list[int]
@@ -146,6 +147,7 @@ def test_batchnorm_keeps_each_clients_statistics_apart(buffers: str, tmp_path: P
     compare("fedavg", tmp_path, 1e-9, model=lambda: Net(norm=True), buffers=buffers, data=federation(sizes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
@@ -176,6 +178,7 @@ def test_what_cannot_be_trained_together_is_trained_as_ever(tmp_path: Path, join
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [m for m in registry.names() if m not in ("fedavg", "fedprox", "fedkf", "dafkd")])
 def test_every_method_runs_with_clients_together(method: str, joint_fits: list[int]) -> None:
     images = {"data": "fashion-mini", "clients": 3, "partition": "iid", "fraction": 0.05, "image_size": 8, "regions": 1}

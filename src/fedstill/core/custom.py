@@ -73,5 +73,9 @@ def _module(path: Path, changed_ns: int) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # what stands beside the file can be imported, as by a script
     sys.modules[name] = module  # dataclasses and type hints look their module up
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half a module is none
+        raise
     return module

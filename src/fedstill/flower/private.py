@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -39,7 +40,7 @@ logging.getLogger("flwr").setLevel(logging.ERROR)  # else one for each message, 
 RESEND = (3, 4, 5, 8)
 """Errors of Flower's after which the same request can still be answered: message or answer lost, node away, crashed."""
 
-_MOST_BACKOFF = 5  # seconds between a site's attempts to reach the server
+_MOST_BACKOFF = 2  # seconds between a site's attempts to reach the server
 
 # ----------------------------------------------------------------------------------------------------- the server's end
 
@@ -330,11 +331,14 @@ def supernode(
     push, activate = node._push_messages, connection.http_request_response
     if predecessor is not None:
         _sign_off(server, ca, key, predecessor)
-    # Flower's own: sleeps of 3 s; handlers and exits that end the process within 5 s; SIGINT to itself on a 401.
+    # Flower's own: sleeps of 3 s, and of 1 s where a message's parts come a moment after it; handlers and exits that
+    # end the process within 5 s; SIGINT to itself on a 401.
+    pull = partial(node.pull_objects, initial_backoff=0.05, backoff_cap=1)
     harmless = SimpleNamespace(getpid=os.getpid, kill=lambda *_: None)
     brisk = SimpleNamespace(sleep=lambda _: time.sleep(pause(time.monotonic() - idle_since)))
     with (
         patch.multiple(node, _push_messages=answer_and_push, http_request_response=connect, time=brisk),
+        patch.object(node, "pull_objects", pull),
         patch.object(node, "register_signal_handlers", lambda **_: None),
         patch.multiple(connection, flwr_exit=refuse, HeartbeatSender=_heartbeat, os=harmless),
         patch.object(connection, "make_simple_http_retry_invoker", _retry_invoker),

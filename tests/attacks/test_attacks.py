@@ -115,6 +115,7 @@ def normed() -> nn.Module:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ON_UPDATES)
 def test_update_attacks_are_what_their_formulas_say(
     run_small: RunSmall, monkeypatch: pytest.MonkeyPatch, kind: AttackKind

@@ -300,6 +300,7 @@ def test_a_run_directory_is_never_overwritten_without_force(finished: Path) -> N
     assert {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.slow
 def test_force_replaces_a_run(tmp_path: Path) -> None:
     path = run("fedavg", tmp_path / "run", rounds=2)
     fresh = run("fedavg", tmp_path / "fresh", seed=5, rounds=1)
@@ -433,6 +434,7 @@ def test_datasets_lists_every_dataset_and_where_it_is(tmp_path: Path) -> None:
     assert "in the" in answer.out
 
 
+@pytest.mark.slow
 def test_partition_draws_a_picture_and_a_table(tmp_path: Path) -> None:
     picture = tmp_path / "who.png"
     words = ("--clients", 5, "--alpha", "0.3", "--seed", 2, "--set", "fraction=0.5", "--out", picture)

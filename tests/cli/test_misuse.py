@@ -271,6 +271,7 @@ OWN_PARTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OWN_PARTS, ids=lambda case: f"{case[0]}: {case[1].splitlines()[-1][:60]}")
 def test_a_users_own_network_or_data_that_cannot_be_used_is_one_line(case: tuple[str, str], tmp_path: Path) -> None:
     setting, text = case
@@ -388,6 +389,7 @@ def test_too_few_good_clients_stop_the_run_and_its_checkpoint_is_kept(
     assert_same_run(tmp_path / "run", good_run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("seed = 0", "seed = 1"), ("lr = 0.05", "lr = 0.5")])
 def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path, before: str, after: str) -> None:
     path = run("fedavg", tmp_path / "run", rounds=1)

@@ -234,6 +234,7 @@ def test_table_counts_classes_and_the_largest_share() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("clients", "classes"), [(1, 1), (100, 62), (250, 10)])
 def test_bubbles_draw_any_size(tmp_path: Path, clients: int, classes: int) -> None:
     path = tmp_path / "who.png"

@@ -228,6 +228,7 @@ def test_a_table_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> Non
         load(str(tmp_path / "mine.csv"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mine.CSV", "mine.csv.gz"])
 def test_a_table_may_be_packed_and_its_texts_long(tmp_path: Path, name: str) -> None:
     long = "word " * 30_000  # 150,000 characters: more than Python's csv takes unless told
@@ -438,6 +439,7 @@ def of(encoder: Path, **options: Any) -> dict[str, Any]:
     return TINY | {"model": "distilbert", "model_options": {"pretrained": str(encoder), **options}, "rounds": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_distilbert_from_a_folder_trains_is_saved_and_resumes_in_the_same_bits(
     mini: Dataset, encoder: Path, tmp_path: Path, rank: int
@@ -791,6 +793,7 @@ def test_the_embedded_texts_can_be_learnt(model: str, lr: float) -> None:
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_on_text_from_the_command_line_repeats_from_its_file(tmp_path: Path) -> None:
     words = ["--data", "glosses-mini", "--model", "bag", "--clients", "3", "--rounds", "1", "--epochs", "1"]
     words += ["--set", "vocabulary=300", "--set", "max_length=16", "--set", "engine=inline", "--out"]

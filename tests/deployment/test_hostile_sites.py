@@ -147,6 +147,7 @@ def test_pauses_between_attempts_grow(tmp_path: Path, monkeypatch: pytest.Monkey
         attempts.after(RoundFailed("no"), {}, connected=True, arrived=lambda: True)
 
 
+@pytest.mark.slow
 def test_sites_that_are_not_connected_are_waited_for_without_counting(tmp_path: Path) -> None:
     class Away(Wire):
         tries = 0
@@ -299,6 +300,7 @@ def test_no_site_counts_more_than_its_share_whatever_it_claims(
     assert log(tmp_path / "run").count("south says that it has 100000000 samples, and counts as if it had") == 1
 
 
+@pytest.mark.slow
 def test_claimed_tests_take_no_memory_and_no_more_than_a_share(tmp_path: Path) -> None:
     tracemalloc.start()
     try:

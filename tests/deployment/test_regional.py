@@ -181,6 +181,7 @@ def test_a_dead_site_does_not_take_its_region_out(tmp_path: Path) -> None:
     assert result.records[-1]["amp"] is not None
 
 
+@pytest.mark.slow
 def test_sites_have_no_more_time_than_the_episode(tmp_path: Path) -> None:
     class Timed(Wire):
         def send_requests(

@@ -239,6 +239,7 @@ def test_a_network_of_ones_own_that_raises_tells_nothing(
     assert any(MARKER in line for line in home_log)
 
 
+@pytest.mark.slow
 def test_data_that_train_tell_neither_names_nor_texts(
     tmp_path: Path, home_log: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:

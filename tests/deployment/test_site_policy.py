@@ -61,6 +61,7 @@ def refused(asked: Tree, folder: Path, code: Code, policy: Policy | None = None,
 # --- what a server sends is no path, no code and no address -----------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tokenizer",
     [
@@ -163,6 +164,7 @@ def test_a_description_of_a_run_is_checked(tmp_path: Path, told: dict[str, Any],
     refused(question(told), tmp_path, code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [
@@ -389,6 +391,7 @@ def test_copies_that_nobody_uses_expire(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(cache.entries()) == 1
 
 
+@pytest.mark.slow
 def test_a_served_run_is_its_owners_alone_until_the_owner_shares_it(tmp_path: Path) -> None:
     out, wire = tmp_path / "run", sites.Wire(tmp_path)
     sites.served(wire, out, rounds=1)

@@ -308,6 +308,7 @@ def test_classes_are_matched_by_name(tmp_path: Path) -> None:
         labelled("0", "1", "2", "3")
 
 
+@pytest.mark.slow
 def test_settings_change_until_the_first_round_is_done(tmp_path: Path) -> None:
     nobody = Wire(tmp_path)
     nobody.away = set(NAMES)

@@ -443,6 +443,7 @@ def test_dafkd_can_match_logits(run_small: RunSmall) -> None:
         run_small("dafkd", private=True, logit_T=20.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["no-sharing", "full"])
 def test_generated_samples_leave_no_trace_in_a_clients_statistics(run_small: RunSmall, variant: str) -> None:
     """BatchNorm counts one batch a step; without sharing, the classifier trains as in FedAvg, bit for bit."""

@@ -31,6 +31,7 @@ def test_the_method_of_the_page_has_fewer_than_40_lines_of_class() -> None:
     assert len([line for line in body.splitlines() if line.strip()]) < 40
 
 
+@pytest.mark.slow
 def test_the_method_of_the_page_runs_the_same_on_both_engines(run_small: RunSmall, slow_teacher: str) -> None:
     inline = run_small(slow_teacher, gamma=0.5)
     processes = run_small(slow_teacher, gamma=0.5, engine="process", workers=2)

@@ -226,6 +226,7 @@ def test_resumed_after_every_round_gives_the_same_bits(run_small: RunSmall, tmp_
     assert_same_tree(client_states(tmp_path / "broken"), client_states(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_same_bits_in_worker_processes(run_small: RunSmall, tmp_path: Path) -> None:
     inline = run_small("feddistill", out=tmp_path / "inline")
     process = run_small("feddistill", out=tmp_path / "process", engine="process", workers=2)

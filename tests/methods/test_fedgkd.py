@@ -116,6 +116,7 @@ def test_the_teacher_gets_no_gradient_and_stays_as_it_was_sent(augment: str) -> 
     assert all(torch.equal(down[name], sent[name]) for name in sent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regulariser", REGULARISERS)
 def test_a_clients_round_equals_a_plain_loop_with_the_papers_loss(regulariser: str) -> None:
     _, tape = taped("fedgkd", gamma=3.0, buffer=2, regulariser=regulariser)

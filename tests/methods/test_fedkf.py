@@ -526,6 +526,7 @@ def test_without_t1_one_model_is_sent_and_it_is_the_model() -> None:
     assert "also" not in result.records[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "copies"), [({}, 2), ({"t1": False}, 1)])
 def test_what_crosses_is_what_is_declared(variant: dict[str, Any], copies: int) -> None:
     result, tape = taped("fedkf", **TINY, **variant)

@@ -92,6 +92,7 @@ def fixed_point(lr: float, *, normalised: bool) -> Array:
     return point
 
 
+@pytest.mark.slow
 def test_with_unequal_steps_fednova_nears_the_weighted_optimum_that_fedavg_misses() -> None:
     lr, best = 0.02, UNEVEN.optimum(weights=UNEVEN.sizes)
     nova = UNEVEN.run(FedNovaOnQuadratic(), rounds=100, lr=lr)

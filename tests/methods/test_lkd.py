@@ -294,6 +294,7 @@ def test_reliability_is_shared_among_teachers_and_a_larger_Tw_sharpens() -> None
 # --- the joint loss -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_batch_and_the_student_of_real_meetings() -> None:
     """Eq. (3), (4), (8), (9) in both meetings of a run; the second's old model is what the first came to."""
     first, second = real_run()

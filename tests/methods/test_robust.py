@@ -363,6 +363,7 @@ def test_where_fltrust_trusts_nobody_the_model_stays(tmp_path: Path) -> None:
     np.testing.assert_allclose(server.model.numpy(), ups.w_t, rtol=1e-14)
 
 
+@pytest.mark.slow
 def test_fltrust_gives_the_same_bits_on_both_engines_and_after_an_interruption(
     run_small: RunSmall, tmp_path: Path
 ) -> None:
@@ -406,6 +407,7 @@ def test_krum_is_refused_before_the_run_where_a_round_has_too_few_clients(run_sm
     run_small("fedavg+krum", **QUICK | {"participation": 0.5}, byzantine=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "settings", "reason"),
     [

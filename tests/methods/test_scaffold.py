@@ -128,6 +128,7 @@ def test_averaging_alone_ends_at_the_fixed_point_of_its_local_steps(averaged: Ar
     np.testing.assert_allclose(averaged, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("participation", "rounds"), [(1.0, 30), (0.4, 70)])
 def test_scaffold_reaches_the_common_optimum_that_averaging_misses(
     averaged: Array, participation: float, rounds: int

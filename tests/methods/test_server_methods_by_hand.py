@@ -565,6 +565,7 @@ def fedbe_gaussian(start: Floats, models: Floats, sizes: list[int], noise: Float
     return drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"distribution": "dirichlet"}, {"clients_teach": False}], ids=str)
 def test_fedbes_teachers_average_to_sharpened_probabilities(settings: dict[str, Any]) -> None:
     """Row 16: the mean, the drawn models and the clients, p^2 / sum p^2, SGD with momentum 0.9 and decay 1e-5."""
@@ -818,6 +819,7 @@ def test_fedhkds_clients_have_three_terms_and_a_clipped_gradient() -> None:
 # --- CCVR, CReFF ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ccvr_draws_from_the_covariance_of_all_clients_features_and_trains_the_classifier() -> None:
     """Row 12: per class, the mean and covariance of all features at once; 1e-6 I added; cross-entropy on the draws."""
     settings = {"virtual": 12, "calibration_epochs": 3, "calibration_lr": 0.1}

@@ -139,6 +139,7 @@ def test_the_returned_model_is_the_mean_of_the_models_that_crossed_last(
     np.testing.assert_allclose(weights(result), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_the_two_initialisations_differ_until_every_client_was_active(run_small: RunSmall) -> None:
     seen, w0 = (run_small("fedavg+t1", cache_init=mode, **(QUICK | {"rounds": 1})) for mode in MODES)
     assert not torch.allclose(weights(seen), weights(w0))
@@ -147,6 +148,7 @@ def test_the_two_initialisations_differ_until_every_client_was_active(run_small:
     torch.testing.assert_close(weights(seen), weights(w0), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_full_participation_makes_oca_equal_aca(run_small: RunSmall) -> None:
     first, plain = (run_small(m, participation=1.0, **(QUICK | {"rounds": 1})) for m in ("fedavg+t1", "fedavg"))
     assert torch.equal(weights(first), weights(plain)), "bit for bit where nothing was replaced yet"

@@ -98,6 +98,7 @@ NUMBERS: dict[str, tuple[int, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NUMBERS)
 def test_the_payload_is_the_papers(name: str) -> None:
     wire = declared(name)[1]
@@ -338,6 +339,7 @@ def test_client_state_survives_resume_after_every_round_bit_for_bit(name: str, t
         assert not any(same(state, other) for j, other in expected.items() if j != k), "and each has its own"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedgkd", "qffl", "fednova", "fedmgda-plus", "feddistill-plus"])
 def test_methods_without_client_state_leave_no_files(name: str, tmp_path: Path) -> None:
     fedstill.run(name, out=tmp_path / "run", **(quick(name) | {"rounds": 2}))
@@ -391,6 +393,7 @@ class StumblingFedDyn(Stumbling, FedDyn): ...
 class StumblingMOON(Stumbling, MOON): ...
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [Stumbling(), StumblingScaffold(), StumblingFedDyn(), StumblingMOON()])
 def test_a_client_whose_training_failed_once_is_back_in_the_next_round(run_small: RunSmall, method: Method) -> None:
     """Its answer is dropped; what it keeps must not be what that training left."""

@@ -265,6 +265,7 @@ METHODS = [*registry.names(), *(f"fedavg+{name}" for name in registry.modifiers(
 ESSENTIAL = ("fedavg", "fedgkd", "feddf")  # plain, with a teacher on clients, with teachers on the server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [name if name in ESSENTIAL else slow(name) for name in METHODS])
 def test_a_round_takes_no_more_work_than_its_method_says(method: str) -> None:
     settings = SETTINGS | QUICK.get(method, {}) | needed(method)

@@ -135,6 +135,7 @@ def test_a_region_that_leaves_is_neither_asked_nor_merged(run_small: RunSmall) -
     assert result.records[3]["episode"]["bytes"] == result.records[1]["episode"]["bytes"] / 2
 
 
+@pytest.mark.slow
 def test_clients_that_come_late_change_nothing_before(run_small: RunSmall) -> None:
     settings = {"clients": 9, "rounds": 3, "participation": 1.0}
     late, never = (run_small("fedavg", **settings, late_clients=4, late_from=r) for r in (3, 9))
@@ -159,6 +160,7 @@ def test_clients_stay_in_their_region_or_are_dealt_anew() -> None:
         assert [len(region) for region in members(dealt, round_)] == [3, 3, 3]
 
 
+@pytest.mark.slow
 def test_each_region_may_have_a_method_and_training_of_its_own(run_small: RunSmall) -> None:
     regions: list[dict[str, Any]] = [
         {"name": "north", "clients": [0, 1, 2]},
@@ -303,6 +305,7 @@ class AsDouble(torch.nn.Module):
         return said
 
 
+@pytest.mark.slow
 def test_the_command_line_shows_episodes_and_confusion(tmp_path: Path) -> None:
     small = [f"--set={k}={v}" for k, v in (SMALL | NINE | POOL).items() if k not in ("clients", "rounds", "model")]
     out, picture = tmp_path / "run", tmp_path / "confusion.png"

@@ -113,6 +113,7 @@ def test_runs_side_by_side_have_the_bits_of_runs_alone_and_are_not_repeated(tmp_
     assert again.started_ == []
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     cell = Cell(tmp_path / "run", config(rounds=3))
 

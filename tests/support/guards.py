@@ -85,6 +85,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     size = -(-len(items) // len(parts))
     for part in parts:
         room = max(0, size - len(part))
-        part += quick[:room]
+        part.extend(quick[:room])
         del quick[:room]
     items[:] = [item for part in (*parts, quick) for item in part]

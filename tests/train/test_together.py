@@ -126,6 +126,7 @@ def test_clients_trained_together_learn_what_they_learn_alone(
     assert joint_fits == [3, 2] * 2, "of sizes 20 and 13, in two rounds; the last client trains as ever"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -169,6 +170,7 @@ def test_objectives_with_networks_of_their_own_can_be_trained_together(
     assert joint_fits == [3, 2] * 2
 
 
+@pytest.mark.slow
 def test_what_cannot_be_trained_together_is_trained_as_ever(tmp_path: Path, joint_fits: list[int]) -> None:
     settings = QUICKER["dafkd"] | needed("dafkd") | {"model": "mlp", "model_options": {"hidden": [6]}}
     alone, joint = (outcome("dafkd", tmp_path, count, **settings) for count in (1, 4))

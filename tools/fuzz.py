@@ -371,7 +371,7 @@ def _datasets(folder: Path) -> list[Target]:
         ),
         Target("cifar pickle", pickles, _file(folder / "batch", lambda p: cifar.decode([p, p], cifar.CIFAR10))),
         *(
-            Target(f"image {kind}", [made.getvalue()], _file(folder / f"{kind}.png", lambda p: images._open(str(p))))
+            Target(f"image {kind}", [made.getvalue()], _file(folder / f"{kind}.png", lambda p: images.opened(str(p))))
             for kind, made in pictures.items()
         ),
         Target("images", [pictures["PNG"].getvalue()], _file(folder / "images" / "0" / "9.png", of_images)),

@@ -187,4 +187,4 @@ def test_an_image_that_only_claims_its_length_is_refused(tmp_path: Path) -> None
     chunk = (13).to_bytes(4, "big") + head + zlib.crc32(head).to_bytes(4, "big")
     (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunk + b"\xff\xff\xff\xffIDAT")
     with pytest.raises(DataError, match="damaged, or not an image"):
-        images._open(str(tmp_path / "a.png"))
+        images.opened(str(tmp_path / "a.png"))

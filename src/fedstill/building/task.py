@@ -70,7 +70,7 @@ def local_training(config: Config, federation: Federation) -> LocalTraining:
 
 def network_maker(config: Config, dataset: Dataset, method: Method, model: Network | None) -> Callable[[], Classifier]:
     """A function that builds the network the method trains."""
-    classes, shape = len(dataset.classes), tuple(dataset.shape)
+    classes, shape = len(dataset.classes), dataset.input_shape
     if isinstance(model, nn.Module):
         given = model
         return lambda: method.network(as_classifier(copy.deepcopy(given)))
@@ -102,7 +102,7 @@ def _check_fit(task: Task, config: Config) -> None:
     except FedstillError:
         raise
     except Exception as error:
-        shape = "x".join(map(str, task.dataset.shape))
+        shape = "x".join(map(str, task.dataset.input_shape))
         reason = custom.summary(error)
         raise SettingError(f"model {config.model!r} does not take samples of {shape}: {reason}") from error
     if logits.shape != (len(x), task.classes):

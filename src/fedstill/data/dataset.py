@@ -11,13 +11,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedstill.data.preprocessing import (
+    ArrayPreprocessing,
+    ImagePreprocessing,
+    Preprocessing,
+    TablePreprocessing,
+    TextPreprocessing,
+)
+
 
 @dataclass(frozen=True)
 class Split:
     """Samples with labels, and who owns them where the data say so.
 
     Images are uint8 of shape (N, C, H, W) in channels-last memory. Text is token numbers of shape (N, length), 0 for
-    padding. Any other input keeps its dtype.
+    padding. Tables are raw numbers of shape (N, columns), NaN where one is missing. Any other input keeps its dtype.
     """
 
     x: Tensor
@@ -40,6 +48,7 @@ class Dataset:
     std: tuple[float, ...] = ()
     client_names: tuple[str, ...] = field(default=(), repr=False)
     tokenizer: str = field(default="", repr=False, kw_only=True)  # of text: one of the tokenizers library, as JSON
+    table: TablePreprocessing | None = field(default=None, repr=False, kw_only=True)  # of tables: what each column is
 
     @cached_property
     def vocabulary(self) -> int:
@@ -47,7 +56,7 @@ class Dataset:
         x = self.train.x
         if self.tokenizer:
             return _vocabulary(json.loads(self.tokenizer))
-        if self.mean or x.dim() != 2 or x.is_floating_point():
+        if self.mean or self.table or x.dim() != 2 or x.is_floating_point():
             return 0
         return 1 + max(int(part.max()) for part in (x, self.test.x) if part.numel())
 
@@ -56,13 +65,26 @@ class Dataset:
         """Shape of one sample."""
         return self.train.x.shape[1:]
 
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one sample as a network sees it."""
+        return self.preprocessing.input_shape
+
+    @cached_property
+    def preprocessing(self) -> Preprocessing:
+        """How raw inputs become what a network sees: all that a trained model needs of the data."""
+        shape = tuple(self.shape)
+        if self.table is not None:
+            return self.table
+        if self.tokenizer:
+            return TextPreprocessing(tokenizer=self.tokenizer, length=shape[0])
+        if self.mean and len(shape) == 3:
+            return ImagePreprocessing(shape=(shape[0], shape[1], shape[2]), mean=self.mean, std=self.std)
+        return ArrayPreprocessing(shape=shape, tokens=not self.train.x.is_floating_point())
+
     def normalise(self, x: Tensor) -> Tensor:
         """Turn stored samples into what a network sees: float32, (x/255 - mean)/std for images."""
-        if not self.mean:
-            return x.float() if x.is_floating_point() else x
-        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
-        scale, shift = (1 / (255 * std)).view(-1, 1, 1), (mean / std).view(-1, 1, 1)
-        return x.to(torch.float32, memory_format=torch.channels_last).mul_(scale).sub_(shift)
+        return self.preprocessing.normalise(x)
 
 
 def _vocabulary(tokenizer: dict[str, Any]) -> int:

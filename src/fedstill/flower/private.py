@@ -292,6 +292,7 @@ def supernode(
     import flwr.supernode.fleet_http_connection as connection
     import flwr.supernode.start_client_internal as node
     from flwr.supercore.exit import ExitCode
+    from flwr.supercore.inflatable.inflatable_utils import pull_objects
     from flwr.supercore.object_store import ObjectStoreFactory
     from flwr.supernode.nodestate import NodeStateFactory
 
@@ -333,7 +334,7 @@ def supernode(
         _sign_off(server, ca, key, predecessor)
     # Flower's own: sleeps of 3 s, and of 1 s where a message's parts come a moment after it; handlers and exits that
     # end the process within 5 s; SIGINT to itself on a 401.
-    pull = partial(node.pull_objects, initial_backoff=0.05, backoff_cap=1)
+    pull = partial(pull_objects, initial_backoff=0.05, backoff_cap=1)
     harmless = SimpleNamespace(getpid=os.getpid, kill=lambda *_: None)
     brisk = SimpleNamespace(sleep=lambda _: time.sleep(pause(time.monotonic() - idle_since)))
     with (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -217,9 +218,9 @@ def _pixels(paths: list[str], size: tuple[int, int], resize: bool) -> tuple[Arra
     x = np.empty((len(paths), height, width, 3), np.uint8)
 
     def fill(index: int) -> bool:
-        image = _open(paths[index])
-        if resize and image.size != (width, height):
-            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        image = opened(paths[index])
+        if resize:
+            image = resized(image, width, height)
         if image.size != (width, height):
             raise DataError(
                 f"{paths[index]}: {image.width}x{image.height} pixels where others have {width}x{height}; "
@@ -236,13 +237,20 @@ def _pixels(paths: list[str], size: tuple[int, int], resize: bool) -> tuple[Arra
 
 
 def _size(path: str) -> tuple[int, int]:
-    image = _open(path)
+    image = opened(path)
     return image.height, image.width
 
 
-def _open(path: str) -> Image.Image:
+def resized(image: Image.Image, width: int, height: int) -> Image.Image:
+    """The image at this size."""
+    return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BILINEAR)
+
+
+def opened(file: str | Path | Image.Image) -> Image.Image:
+    """An image, of a file if one is named, with one channel or three of 8 bits."""
+    path = "an image" if isinstance(file, Image.Image) else str(file)
     try:
-        with Image.open(path) as image:
+        with nullcontext(file) if isinstance(file, Image.Image) else Image.open(file) as image:
             if image.mode.startswith(DEEP):
                 raise DataError(f"{path}: more than 8 bits per channel ({image.mode}); convert it to 8 bits")
             return image.convert("L" if image.mode in GREY else "RGB")

@@ -26,7 +26,7 @@ def share(method: str, *, rounds: int = 4, repeats: int = 2) -> tuple[float, flo
         watch = Stopwatch()
         fedstill.run(
             method, data=federation, model=WORK.model, rounds=rounds + 2, participation=1.0, workers=2, eval_every=0,
-            batch_size=WORK.batch_size, epochs=WORK.epochs, lr=WORK.lr, listener=watch, **settings,
+            batch_size=WORK.batch_size, epochs=WORK.epochs, lr=WORK.lr, callbacks=[watch], **settings,
         )  # fmt: skip
         return median(watch.seconds[:-1])
 

@@ -28,7 +28,7 @@ from benchmarks.peers.job import Job
 from benchmarks.work import Work
 from fedstill.data.federation import Federation
 from fedstill.metrics.records import RoundRecord
-from fedstill.running.loop import Listener
+from fedstill.running.callbacks import Callback, RunView
 
 T = TypeVar("T")
 SMALL_CLIENTS = Work("small CNN, 50 samples a client, batch 10", "cnn", (3, 32, 32), 1000, 50, 50, 10, 1)
@@ -99,13 +99,13 @@ class BareLoop:
             process.join()
 
 
-class Stopwatch(Listener):
+class Stopwatch(Callback):
     """Wall time from the end of one round to the end of the next, checkpoint and all."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
-    def round_done(self, record: RoundRecord) -> None:
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         self.ends.append(time.perf_counter())
 
     @property
@@ -116,7 +116,7 @@ class Stopwatch(Listener):
 def fedstill_rounds(work: Work, federation: Federation, n: int, method: str = "fedavg", **settings: Any) -> list[float]:
     watch = Stopwatch()
     # The first round starts the workers, the last evaluates.
-    run(work, federation, n + 2, method, listener=watch, **settings)
+    run(work, federation, n + 2, method, callbacks=[watch], **settings)
     return watch.seconds[:-1]
 
 
@@ -247,7 +247,7 @@ def _apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 def main() -> None:
     """A job as peers get it, done by fedstill."""
     job, watch = Job.from_json(sys.argv[1]), Stopwatch()
-    result = run(job.work, job.work.federation(*job.work.stored()), job.rounds, listener=watch)
+    result = run(job.work, job.work.federation(*job.work.stored()), job.rounds, callbacks=[watch])
     job.answer(watch.ends, result.model.state_dict())
 
 

@@ -49,7 +49,7 @@ def cell(method: str, settings: dict[str, Any], clients: int, rounds: int, weigh
     with peak if weighed else nullcontext():
         fedstill.run(
             method, data=held, model="lenet5", rounds=rounds + 2, participation=ACTIVE / clients, batch_size=10,
-            epochs=1, lr=0.01, workers=2, eval_every=0, listener=watch, **settings,
+            epochs=1, lr=0.01, workers=2, eval_every=0, callbacks=[watch], **settings,
         )  # fmt: skip
     if weighed:
         return {"megabytes": peak.megabytes - arrays, "whole": peak.megabytes}

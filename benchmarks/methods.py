@@ -16,7 +16,7 @@ from benchmarks.work import Work
 from fedstill.data.federation import Federation
 from fedstill.distill import stage
 from fedstill.metrics.records import RoundRecord
-from fedstill.running.loop import Listener
+from fedstill.running.callbacks import Callback, RunView
 from fedstill.train.evaluate import predict
 from fedstill.train.task import LocalTraining
 
@@ -93,13 +93,13 @@ class Cost:
     server: float
 
 
-class Costs(Listener):
+class Costs(Callback):
     """Of each round, from the records."""
 
     def __init__(self) -> None:
         self.rounds: list[Cost] = []
 
-    def round_done(self, record: RoundRecord) -> None:
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         self.rounds.append(Cost(record["seconds"], record["client_seconds"], record["server_seconds"]))
 
 
@@ -141,7 +141,7 @@ def cost(case: Case, work: Work, federation: Federation, rounds: int, *, cached:
     with nullcontext() if cached else nothing_kept(case.asked):
         fedstill.run(
             case.method, data=federation, model=work.model, rounds=rounds + 1, participation=work.cohort / work.clients,
-            batch_size=work.batch_size, epochs=work.epochs, lr=work.lr, workers=2, eval_every=0, listener=costs,
+            batch_size=work.batch_size, epochs=work.epochs, lr=work.lr, workers=2, eval_every=0, callbacks=[costs],
             **case.settings,
         )  # fmt: skip
     return sorted(costs.rounds[-3:], key=lambda cost: cost.whole)[1]

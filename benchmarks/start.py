@@ -17,6 +17,7 @@ import fedstill
 from benchmarks.engine import Stopwatch
 from fedstill.data.federation import Federation
 from fedstill.data.partition import partition
+from fedstill.running.callbacks import RunView
 from fedstill.running.directory import RunDirectory
 
 STATES = 10_000
@@ -84,7 +85,7 @@ def resume_seconds(states: int = STATES, repeats: int = 3) -> tuple[float, float
         waits = []
         for again in range(repeats):
             began, watch = time.perf_counter(), _Started()
-            fedstill.resume(path, data=held, rounds=2 + again, listener=watch)
+            fedstill.resume(path, data=held, rounds=2 + again, callbacks=[watch])
             waits.append((watch.began - began, watch.ends[0] - watch.began))
     return min(wait for wait, _ in waits), min(round_ for _, round_ in waits)
 
@@ -92,7 +93,7 @@ def resume_seconds(states: int = STATES, repeats: int = 3) -> tuple[float, float
 class _Started(Stopwatch):
     began = 0.0
 
-    def round_started(self, round_: int, clients: int) -> None:
+    def on_round_start(self, run: RunView, round_: int, clients: int) -> None:
         self.began = self.began or time.perf_counter()
 
 

@@ -239,7 +239,7 @@ def foreign_code(folder: Path) -> Outcome:
 def divergence(folder: Path) -> Outcome:
     reported = hostile.Reports()
     try:
-        served(Wire(folder), folder / "run", lr=1000.0, round_retries=3, listener=reported)
+        served(Wire(folder), folder / "run", lr=1000.0, round_retries=3, callbacks=[reported])
     except FedstillError as error:
         spoilt = list((folder / "run/checkpoints").glob("round-*"))
         held = "failed 4 times and is given up" in str(error) and not spoilt

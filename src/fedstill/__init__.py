@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from fedstill.methods.fedavg import FedAvg
     from fedstill.models import Classifier
     from fedstill.running.api import Result, resume, run
+    from fedstill.running.callbacks import Callback, CallbackError, RunView
+    from fedstill.running.monitors import Budget, CSVLog, EarlyStopping, SaveBest
+    from fedstill.running.progress import Progress
+    from fedstill.running.tensorboard import TensorBoard
     from fedstill.train.client import Client
     from fedstill.train.loop import Objective
     from fedstill.train.losses import kl
@@ -31,6 +35,10 @@ _HOMES = {
     "fedstill.data": ("Dataset", "Split", "from_arrays", "from_torch", "load"),
     "fedstill.data.federation": ("Federation", "federate", "from_clients"),
     "fedstill.running.api": ("Result", "resume", "run"),
+    "fedstill.running.callbacks": ("Callback", "CallbackError", "RunView"),
+    "fedstill.running.monitors": ("Budget", "CSVLog", "EarlyStopping", "SaveBest"),
+    "fedstill.running.progress": ("Progress",),
+    "fedstill.running.tensorboard": ("TensorBoard",),
     "fedstill.methods.base": ("Part", "Server", "Uplink", "Wire"),
     "fedstill.methods.fedavg": ("FedAvg",),
     "fedstill.models": ("Classifier",),
@@ -40,19 +48,28 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
+    "Budget",
+    "CSVLog",
+    "Callback",
+    "CallbackError",
     "Classifier",
     "Client",
     "DataError",
     "Dataset",
+    "EarlyStopping",
     "FedAvg",
     "Federation",
     "FedstillError",
     "Objective",
     "Part",
+    "Progress",
     "Result",
+    "RunView",
+    "SaveBest",
     "Server",
     "SettingError",
     "Split",
+    "TensorBoard",
     "Uplink",
     "Wire",
     "federate",

@@ -28,8 +28,8 @@ from fedstill.methods.base import Server, Uplink
 from fedstill.methods.fedavg import FedAvg
 from fedstill.metrics.records import RoundRecord
 from fedstill.running import judging, retries
+from fedstill.running.callbacks import Callback, RunView
 from fedstill.running.judging import Held, Judge
-from fedstill.running.loop import Listener
 from fedstill.running.uplinks import RoundFailed
 from support.sites import NAMES, SETTINGS, Silence, Wire, served, weights
 
@@ -55,12 +55,12 @@ class Lying(Wire):
         return answer | self.change(answer) if name == self.liar and kind == self.kind else answer
 
 
-class Reports(Listener):
+class Reports(Callback):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def round_failed(self, text: str) -> None:
-        self.lines.append(text)
+    def on_round_failed(self, run: RunView, reason: str) -> None:
+        self.lines.append(reason)
 
 
 def log(out: Path) -> str:
@@ -78,7 +78,7 @@ def scaled(factor: float) -> Change:
 def test_a_round_that_always_fails_is_given_up_with_the_reason_of_each_site(tmp_path: Path) -> None:
     reports = Reports()
     with pytest.raises(fedstill.FedstillError, match="round 2 failed 3 times and is given up") as error:
-        served(AllFail(tmp_path), tmp_path / "run", listener=reports, round_retries=2)
+        served(AllFail(tmp_path), tmp_path / "run", callbacks=[reports], round_retries=2)
     for name in ("north", "south", "west"):
         assert f"{name}: model is not finite" in str(error.value)
     assert f"fedstill rollback {tmp_path / 'run'} --to ROUND" in str(error.value)
@@ -97,7 +97,7 @@ def test_a_round_with_too_few_answers_for_its_method_is_tried_again(
 ) -> None:
     reports = Reports()
     result = served(
-        FailsOnce(tmp_path), tmp_path / "run", method, listener=reports, rounds=1, round_retries=2, **settings
+        FailsOnce(tmp_path), tmp_path / "run", method, callbacks=[reports], rounds=1, round_retries=2, **settings
     )
     assert len(reports.lines) == 1
     assert "only 2 of 3 clients gave a usable answer, 3 are needed" in log(tmp_path / "run")
@@ -159,7 +159,7 @@ def test_sites_that_are_not_connected_are_waited_for_without_counting(tmp_path: 
             return super().send_requests(requests, **how)
 
     reports = Reports()
-    result = served(Away(tmp_path), tmp_path / "run", listener=reports, round_retries=1)
+    result = served(Away(tmp_path), tmp_path / "run", callbacks=[reports], round_retries=1)
     assert [r["round"] for r in result.records] == [1, 2, 3]
     assert sum("waiting for sites to connect" in line for line in reports.lines) == 3
 
@@ -214,11 +214,11 @@ def test_rounds_with_few_answers_are_judged_by_those_before(tmp_path: Path) -> N
 
     wire = Late(tmp_path, scaled(1))
 
-    class Leaving(Listener):
-        def round_done(self, record: RoundRecord) -> None:
+    class Leaving(Callback):
+        def on_round_end(self, run: RunView, record: RoundRecord) -> None:
             wire.away = {"west"}
 
-    result = served(wire, tmp_path / "run", rounds=2, listener=Leaving())
+    result = served(wire, tmp_path / "run", rounds=2, callbacks=[Leaving()])
     assert [(r["clients"], r["dropped"]) for r in result.records] == [(3, 0), (2, 1)]
 
 

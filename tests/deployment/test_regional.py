@@ -15,7 +15,7 @@ import fedstill
 from fedstill.core.tree import Tree
 from fedstill.deployment import region as regional
 from fedstill.metrics.records import RoundRecord
-from fedstill.running.loop import Listener
+from fedstill.running.callbacks import Callback, RunView
 from support.regions import SETTINGS, SITES, Wire, World, alone, served
 from support.runs import slow
 from support.sites import weights
@@ -90,11 +90,11 @@ def test_a_regional_server_that_was_killed_in_the_middle_of_an_episode_goes_on(t
 def test_a_region_that_is_away_is_left_out_and_comes_back(tmp_path: Path) -> None:
     world = World(tmp_path)
 
-    class Leaving(Listener):
-        def round_done(self, record: RoundRecord) -> None:
+    class Leaving(Callback):
+        def on_round_end(self, run: RunView, record: RoundRecord) -> None:
             world.top.away = {2: {"west"}, 4: set()}.get(record["round"], set())
 
-    result = served(world, tmp_path / "run", "fedavg+f2l", rounds=6, listener=Leaving())
+    result = served(world, tmp_path / "run", "fedavg+f2l", rounds=6, callbacks=[Leaving()])
     assert [r["episode"]["regions"] for r in result.records] == [["east", "west"], ["east"], ["east", "west"]]
     assert "because they are not connected: west" in (tmp_path / "run/log.txt").read_text()
 
@@ -104,11 +104,11 @@ def test_a_region_and_a_site_that_come_late_take_part_from_then_on(tmp_path: Pat
     world = World(tmp_path)
     world.top.away, world.sites["east"].away = {"west"}, {"bob"}
 
-    class Coming(Listener):
-        def round_done(self, record: RoundRecord) -> None:
+    class Coming(Callback):
+        def on_round_end(self, run: RunView, record: RoundRecord) -> None:
             world.top.away, world.sites["east"].away = set(), set()
 
-    result = served(world, tmp_path / "run", "fedavg+f2l", listener=Coming(), participation=1.0)
+    result = served(world, tmp_path / "run", "fedavg+f2l", callbacks=[Coming()], participation=1.0)
     assert [r["episode"]["regions"] for r in result.records] == [["east"], ["east", "west"]]
     assert [r["clients"] for r in result.records] == [4, 10]
     held = [line.split(",")[1] for line in (tmp_path / "run/clients.csv").read_text().splitlines()[1:]]
@@ -172,11 +172,11 @@ def test_regions_whose_sites_have_data_of_their_own(tmp_path: Path) -> None:
 def test_a_dead_site_does_not_take_its_region_out(tmp_path: Path) -> None:
     world = World(tmp_path)
 
-    class Dying(Listener):
-        def round_done(self, record: RoundRecord) -> None:
+    class Dying(Callback):
+        def on_round_end(self, run: RunView, record: RoundRecord) -> None:
             world.sites["east"].away = {"bob"}
 
-    result = served(world, tmp_path / "run", "fedavg+f2l", rounds=6, participation=1.0, listener=Dying())
+    result = served(world, tmp_path / "run", "fedavg+f2l", rounds=6, participation=1.0, callbacks=[Dying()])
     assert [r["episode"]["regions"] for r in result.records] == [["east", "west"]] * 3
     assert result.records[-1]["amp"] is not None
 
@@ -204,13 +204,13 @@ def test_sites_have_no_more_time_than_the_episode(tmp_path: Path) -> None:
 def test_a_global_server_that_went_back(tmp_path: Path) -> None:
     """Its newest checkpoint is damaged, so that an episode is asked for which a region has left behind."""
 
-    class Stop(Listener):
-        def round_done(self, record: RoundRecord) -> None:
+    class Stop(Callback):
+        def on_round_end(self, run: RunView, record: RoundRecord) -> None:
             if record["round"] == 4:
                 raise Killed
 
-    with pytest.raises(Killed):
-        served(World(tmp_path), tmp_path / "run", "fedavg+f2l", rounds=6, listener=Stop())
+    with pytest.raises(fedstill.CallbackError):
+        served(World(tmp_path), tmp_path / "run", "fedavg+f2l", rounds=6, callbacks=[Stop()])
     for path in (tmp_path / "run/checkpoints").glob("round-*.safetensors"):
         path.unlink()
     (tmp_path / "run/metrics.jsonl").unlink()

@@ -19,8 +19,8 @@ from fedstill.data import tokens
 from fedstill.deployment.site import LocalInputs, Site, _labelled_as
 from fedstill.metrics.records import RoundRecord
 from fedstill.running import directory as rundir
+from fedstill.running.callbacks import Callback, RunView
 from fedstill.running.directory import RunDirectory
-from fedstill.running.loop import Listener
 from support.runs import slow
 from support.sites import NAMES, SETTINGS, Silence, Wire, alone, served, sizes, weights
 
@@ -103,11 +103,11 @@ def test_the_server_never_sees_a_sample_or_a_label(tmp_path: Path) -> None:
 def test_a_site_that_is_away_is_left_out_and_counts_again_when_it_is_back(tmp_path: Path) -> None:
     wire = Wire(tmp_path)
 
-    class Leaving(Listener):
-        def round_done(self, record: RoundRecord) -> None:
+    class Leaving(Callback):
+        def on_round_end(self, run: RunView, record: RoundRecord) -> None:
             wire.away = {1: {"south"}, 2: set()}.get(record["round"], set())
 
-    result = served(wire, tmp_path / "run", rounds=3, listener=Leaving())
+    result = served(wire, tmp_path / "run", rounds=3, callbacks=[Leaving()])
     assert [r["clients"] for r in result.records] == [3, 2, 3]
     assert "because they are not connected: south" in (tmp_path / "run/log.txt").read_text()
 
@@ -127,11 +127,11 @@ def test_a_site_that_comes_late_takes_part_from_then_on(tmp_path: Path) -> None:
     wire = Wire(tmp_path)
     wire.away = {"west"}
 
-    class Coming(Listener):
-        def round_done(self, record: RoundRecord) -> None:
+    class Coming(Callback):
+        def on_round_end(self, run: RunView, record: RoundRecord) -> None:
             wire.away = set()
 
-    result = served(wire, tmp_path / "run", "fedavg+t1", rounds=2, listener=Coming())
+    result = served(wire, tmp_path / "run", "fedavg+t1", rounds=2, callbacks=[Coming()])
     assert [r["clients"] for r in result.records] == [2, 3]
     assert [r["dropped"] for r in result.records] == [0, 0]
     assert 0 not in sizes(tmp_path / "run")
@@ -171,13 +171,13 @@ def test_a_server_that_was_killed_goes_on_and_sites_that_restarted_too(tmp_path:
     class Killed(Exception):
         pass
 
-    class Kill(Listener):
-        def round_done(self, record: RoundRecord) -> None:
+    class Kill(Callback):
+        def on_round_end(self, run: RunView, record: RoundRecord) -> None:
             if record["round"] == 2:
                 raise Killed
 
-    with pytest.raises(Killed):
-        served(Wire(tmp_path), tmp_path / "run", "scaffold", rounds=6, listener=Kill())
+    with pytest.raises(fedstill.CallbackError):
+        served(Wire(tmp_path), tmp_path / "run", "scaffold", rounds=6, callbacks=[Kill()])
     result = served(Wire(tmp_path), tmp_path / "run", "scaffold", rounds=6)
     assert [r["round"] for r in result.records] == [1, 2, 3, 4, 5, 6]
     alone(tmp_path / "alone", "scaffold", rounds=6)

@@ -20,8 +20,8 @@ from fedstill.methods.base import Uplink
 from fedstill.methods.t1 import T1
 from fedstill.metrics.records import RoundRecord, value_of
 from fedstill.running.api import Result
+from fedstill.running.callbacks import Callback, RunView
 from fedstill.running.directory import RunDirectory
-from fedstill.running.loop import Listener
 from support.byhand import Array, tiny_server
 from support.recorder import Round, record_rounds
 from support.runs import SMALL, RunSmall, numbers, weights
@@ -226,10 +226,10 @@ def test_resumed_after_every_round_and_in_processes_gives_the_same_bits(
         assert ours[k]["samples"] == state["samples"]
 
 
-class Impatient(Listener):
+class Impatient(Callback):
     """Stops a run after its third round, which has no checkpoint."""
 
-    def round_done(self, record: RoundRecord) -> None:
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         if record["round"] == 3:
             raise KeyboardInterrupt
 
@@ -238,7 +238,7 @@ def test_stopped_between_checkpoints_the_older_models_are_found_again(run_small:
     settings = QUICK | {"checkpoint_every": 2, "rounds": 5, "participation": 0.7}
     whole = run_small("feddyn+t1", **settings)
     with pytest.raises(KeyboardInterrupt):
-        run_small("feddyn+t1", out=tmp_path / "run", listener=Impatient(), **settings)
+        run_small("feddyn+t1", out=tmp_path / "run", callbacks=[Impatient()], **settings)
     resumed = fedstill.resume(tmp_path / "run")
     assert torch.equal(weights(resumed), weights(whole))
     assert numbers(resumed) == numbers(whole)

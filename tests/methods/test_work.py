@@ -23,7 +23,7 @@ from fedstill.methods import registry
 from fedstill.methods.base import Part
 from fedstill.metrics.records import RoundRecord
 from fedstill.models.base import Stacked
-from fedstill.running.loop import Listener
+from fedstill.running.callbacks import Callback, RunView
 from support.quick import QUICK, needed
 from support.recorder import Round, record_rounds
 from support.runs import SMALL, slow
@@ -216,7 +216,7 @@ MOST: dict[str, Callable[[Size], Work]] = {  # others do what FedAvg does: most 
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 
-class Counting(Listener):
+class Counting(Callback):
     """Counts by round."""
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ class Counting(Listener):
     def add(self, what: str, count: int = 1) -> None:
         self.rounds[-1][what] += count
 
-    def round_done(self, record: RoundRecord) -> None:
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         self.rounds.append(Counter())
 
 
@@ -270,7 +270,7 @@ ESSENTIAL = ("fedavg", "fedgkd", "feddf")  # plain, with a teacher on clients, w
 def test_a_round_takes_no_more_work_than_its_method_says(method: str) -> None:
     settings = SETTINGS | QUICK.get(method, {}) | needed(method)
     with counted() as seen:
-        fedstill.run(method, **settings, listener=seen)
+        fedstill.run(method, **settings, callbacks=[seen])
     (crossed,) = (round_ for round_ in seen.crossed if round_.number == 3)
     found = Work(*(seen.rounds[2][what] for what in ("trained on", "asked", "copies", "layers")))
 
@@ -294,7 +294,7 @@ def nbytes(parts: dict[str, Part]) -> int:
 def test_a_teacher_is_asked_once_a_sample_however_many_epochs_follow() -> None:
     def asked(epochs: int) -> int:
         with counted() as seen:
-            fedstill.run("fedgkd", **SETTINGS | {"epochs": epochs}, listener=seen)
+            fedstill.run("fedgkd", **SETTINGS | {"epochs": epochs}, callbacks=[seen])
         return seen.rounds[2]["asked"]
 
     held = int(prepare(resolve(SETTINGS, {"method": "fedgkd"})).federation.sizes.sum())
@@ -306,7 +306,7 @@ def test_clients_that_are_tested_on_the_global_test_set_take_no_further_pass_ove
     federation = fedstill.federate(data, clients=4, fraction=0.1, alpha=0.5, local_test="matched")
     settings: dict[str, Any] = {"model": "mlp", "model_options": {"hidden": [8]}, "epochs": 1, "engine": "inline"}
     with counted() as seen:
-        result = fedstill.run("fedavg", data=federation, participation=1.0, rounds=1, **settings, listener=seen)
+        result = fedstill.run("fedavg", data=federation, participation=1.0, rounds=1, **settings, callbacks=[seen])
     local = int(federation.test_offsets[-1])  # each client measures the model it trained
     before = 2  # the first samples, when the run is prepared
     assert seen.rounds[0]["asked"] == before + local + len(data.test.y)

@@ -23,11 +23,10 @@ from fedstill.analysis.tables import results_table
 from fedstill.building.config import resolve
 from fedstill.building.setup import prepare
 from fedstill.cli import figures
-from fedstill.cli.tensorboard import scalars
 from fedstill.core.errors import SettingError
 from fedstill.core.files import read_json
 from fedstill.core.weights import FlatNet
-from fedstill.metrics.records import value_of
+from fedstill.metrics.records import scalars, value_of
 from fedstill.report import style
 from fedstill.report.bars import bars
 from fedstill.report.clients import clients

@@ -16,7 +16,7 @@ from fedstill.building.topology import Hierarchy
 from fedstill.methods import registry
 from fedstill.metrics.records import RoundRecord, value_of
 from fedstill.running.api import Result
-from fedstill.running.loop import Listener
+from fedstill.running.callbacks import Callback, RunView
 from fedstill.studies.reteach import SavedEpisode
 from support.commandline import fedstill as command
 from support.runs import SMALL, RunSmall, numbers, weights
@@ -86,11 +86,11 @@ class Stop(Exception):
     pass
 
 
-class StopAfter(Listener):
+class StopAfter(Callback):
     def __init__(self, round_: int) -> None:
         self.round = round_
 
-    def round_done(self, record: RoundRecord) -> None:
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         if record["round"] == self.round:
             raise Stop
 
@@ -104,8 +104,8 @@ def test_a_run_stopped_in_the_middle_of_an_episode_goes_on_to_the_same_bits(
     own = POOL if "f2l" in method else {}
     settings = NINE | own | {"regions": 3, "participation": 1.0}
     whole = run_small(method, **settings)
-    with pytest.raises(Stop):
-        run_small(method, **settings, out=tmp_path / "run", listener=StopAfter(stopped))
+    with pytest.raises(fedstill.CallbackError):
+        run_small(method, **settings, out=tmp_path / "run", callbacks=[StopAfter(stopped)])
     resumed = fedstill.resume(tmp_path / "run")
     assert torch.equal(weights(whole), weights(resumed))
     assert untimed(whole) == untimed(resumed)

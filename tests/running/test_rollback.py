@@ -12,8 +12,8 @@ import fedstill
 from fedstill.core.tree import Tree
 from fedstill.deployment import region as regional
 from fedstill.metrics.records import RoundRecord
+from fedstill.running.callbacks import Callback, RunView
 from fedstill.running.directory import RunDirectory
-from fedstill.running.loop import Listener
 from fedstill.running.rollback import rollback
 from support import commandline, regions
 from support.runs import SMALL
@@ -118,8 +118,8 @@ def test_a_site_that_is_away_when_a_round_is_repeated_does_not_go_on_from_the_fo
     def with_a_gap(folder: Path, *, detour: bool) -> bytes:
         wire = Wire(folder)
 
-        class Coming(Listener):
-            def round_done(self, record: RoundRecord) -> None:
+        class Coming(Callback):
+            def on_round_end(self, run: RunView, record: RoundRecord) -> None:
                 wire.away = set() if record["round"] == 2 else wire.away
 
         served(wire, folder / "run", "scaffold", rounds=1)
@@ -127,7 +127,7 @@ def test_a_site_that_is_away_when_a_round_is_repeated_does_not_go_on_from_the_fo
             served(wire, folder / "run", "scaffold", rounds=2)
             rollback(folder / "run", 1)
         wire.away = {"south"}
-        served(wire, folder / "run", "scaffold", rounds=4, listener=Coming())
+        served(wire, folder / "run", "scaffold", rounds=4, callbacks=[Coming()])
         return weights(folder / "run")
 
     assert with_a_gap(tmp_path / "a", detour=True) == with_a_gap(tmp_path / "b", detour=False)

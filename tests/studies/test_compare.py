@@ -15,7 +15,7 @@ import fedstill
 from fedstill.building.config import Config, anchored, parse_sweeps, resolve
 from fedstill.metrics.records import RoundRecord
 from fedstill.metrics.statistics import paired, spread
-from fedstill.running.loop import Listener
+from fedstill.running.callbacks import Callback, RunView
 from fedstill.studies import cells as cells_module
 from fedstill.studies.cells import Cell, Watcher, run_cells
 from fedstill.studies.comparison import Row, to_target
@@ -120,12 +120,12 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     class Stop(Exception):
         pass
 
-    class Break(Listener):
-        def round_done(self, record: RoundRecord) -> None:
+    class Break(Callback):
+        def on_round_end(self, run: RunView, record: RoundRecord) -> None:
             raise Stop
 
-    with pytest.raises(Stop):
-        fedstill.run(**QUICK | {"rounds": 3, "out": cell.path, "listener": Break()})
+    with pytest.raises(fedstill.CallbackError):
+        fedstill.run(**QUICK | {"rounds": 3, "out": cell.path, "callbacks": [Break()]})
     assert cell.rounds_done() == 1
     seen = Seen()
     run_cells([cell], watcher=seen)

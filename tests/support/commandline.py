@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fedstill.cli import commands
 from fedstill.cli.main import main
-from fedstill.cli.progress import Display
-from fedstill.metrics.records import RoundRecord
+from fedstill.running.callbacks import RunView
+from fedstill.running.progress import Progress
 from support.runs import SMALL
 
 SHORT: dict[str, Any] = SMALL | {"clients": 4, "fraction": 0.05}
@@ -95,15 +95,13 @@ def change_settings(path: Path, before: str, after: str) -> None:
 
 
 @contextmanager
-def interrupted_after(round_: int, error: BaseException | None = None) -> Iterator[None]:
+def interrupted_after(round_: int) -> Iterator[None]:
     """Stop what runs here after this round, as Ctrl-C would."""
-    original = Display.round_done
 
-    def stop(self: Display, record: RoundRecord) -> None:
-        original(self, record)
-        if record["round"] == round_:
-            raise error or KeyboardInterrupt
+    def stop(self: Progress, run: RunView, starting: int, clients: int) -> None:
+        if starting == round_ + 1:
+            raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Display, "round_done", stop)
+        patch.setattr(Progress, "on_round_start", stop)
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from fedstill.deployment.protocol import SiteLink
 from fedstill.deployment.region import RegionalServer
 from fedstill.deployment.server import Terms, serve
 from fedstill.deployment.site import LocalInputs, Site
-from fedstill.running.loop import Listener
+from fedstill.running.callbacks import Callback
 from support.runs import SMALL
 from support.sites import Silence
 
@@ -75,14 +75,14 @@ class World:
         return RegionalServer(folder / name, SITES[name], connect, inputs=LocalInputs(), terms=Terms(timeout=5))
 
 
-def served(world: World, out: Path, method: str, listener: Listener | None = None, **settings: Any) -> Any:
+def served(world: World, out: Path, method: str, callbacks: Sequence[Callback] = (), **settings: Any) -> Any:
     config = resolve(SETTINGS | settings | {"method": method})
     with ExitStack() as stack:
         for region in world.regions.values():
             stack.enter_context(region)
         return serve(
-            config, list(SITES), world.top, out, terms=Terms(timeout=5), pause=lambda missing: False, listener=listener,
-            regional=True,
+            config, list(SITES), world.top, out, terms=Terms(timeout=5), pause=lambda missing: False,
+            callbacks=callbacks, regional=True,
         )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from fedstill.core.tree import Tree
 from fedstill.deployment.policy import Policy
 from fedstill.deployment.server import Terms, serve
 from fedstill.deployment.site import LocalInputs, Site
-from fedstill.running.loop import Listener
+from fedstill.running.callbacks import Callback
 from support.runs import SMALL
 
 SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"} | {"clients": 3, "participation": 1.0}
@@ -54,9 +54,9 @@ class Wire:
         return tree.decode(tree.encode(self.sites[name].handle(request)))
 
 
-def served(wire: Wire, out: Path, method: str = "fedavg", listener: Listener | None = None, **settings: Any) -> Any:
+def served(wire: Wire, out: Path, method: str = "fedavg", callbacks: Sequence[Callback] = (), **settings: Any) -> Any:
     config = resolve(SETTINGS | settings | {"method": method})
-    return serve(config, NAMES, wire, out, terms=Terms(timeout=5), pause=lambda missing: False, listener=listener)
+    return serve(config, NAMES, wire, out, terms=Terms(timeout=5), pause=lambda missing: False, callbacks=callbacks)
 
 
 def alone(out: Path, method: str = "fedavg", **settings: Any) -> Any:

@@ -18,8 +18,6 @@ from fedstill.building.config import Config, is_config_file, parse_assignments, 
 from fedstill.building.data import divide, load_data
 from fedstill.building.setup import prepare
 from fedstill.cli.failure import Halted
-from fedstill.cli.progress import Display
-from fedstill.cli.tensorboard import TensorBoard
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import read_json
 from fedstill.data.dataset import Dataset
@@ -27,9 +25,12 @@ from fedstill.methods import registry
 from fedstill.methods.base import Part
 from fedstill.metrics.records import RoundRecord, Summary
 from fedstill.running import api, files
+from fedstill.running.callbacks import Callback
 from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import prepare_again
+from fedstill.running.progress import Progress
 from fedstill.running.rollback import rollback as go_back
+from fedstill.running.tensorboard import TensorBoard
 from fedstill.studies.reteach import SavedEpisode
 
 # A table in a file or a pipe needs no less room than on a screen.
@@ -56,8 +57,8 @@ def run(
         return
     path = out or Path("runs") / run_name(config)
     with run_in(path) as display:
-        listener = TensorBoard(path, display) if tensorboard else display
-        result = api.run_config(config, path, force=force, listener=listener)
+        callbacks = _callbacks(display, tensorboard=tensorboard)
+        result = api.run_config(config, path, force=force, callbacks=callbacks)
     _show_result(result, config, path)
 
 
@@ -65,9 +66,13 @@ def resume(directory: Path, rounds: int | None, *, device: str | None = None, te
     if rounds is not None and rounds < 1:
         raise SettingError(f"--rounds {rounds}: at least 1 is needed")
     with run_in(directory) as display:
-        listener = TensorBoard(directory, display) if tensorboard else display
-        result = api.resume(directory, rounds=rounds, device=device, listener=listener)
+        callbacks = _callbacks(display, tensorboard=tensorboard)
+        result = api.resume(directory, rounds=rounds, device=device, callbacks=callbacks)
     _show_result(result, RunDirectory.open(directory, lock=False).config(), directory)
+
+
+def _callbacks(display: Progress, *, tensorboard: bool) -> list[Callback]:
+    return [display, TensorBoard()] if tensorboard else [display]
 
 
 def _show_result(result: api.Result, config: Config, path: Path) -> None:
@@ -349,9 +354,9 @@ def title_of(config: Config) -> str:
 
 
 @contextmanager
-def run_in(path: Path, again: str = "") -> Iterator[Display]:
+def run_in(path: Path, again: str = "") -> Iterator[Progress]:
     """A display for a run in this directory; if the run stops under way, the user is told how to go on (`again`)."""
-    display, log = Display(console), path / files.LOG
+    display, log = Progress(console), path / files.LOG
     logged = log.stat().st_mtime_ns if log.exists() else 0
     try:
         yield display

@@ -120,7 +120,7 @@ def serve(
             return time.monotonic() < until
 
         result = serve_sites(
-            config, names, link, path, terms=terms, pause=pause, listener=display, regional=regional, revoked=revoked
+            config, names, link, path, terms=terms, pause=pause, callbacks=[display], regional=regional, revoked=revoked
         )
     print_table(results_table({config.method: result.summary}), no_wrap=True)
     say(f"all of it: {path}")

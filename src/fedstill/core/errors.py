@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 class FedstillError(Exception):
@@ -33,3 +37,20 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> SettingError:
 def in_one_line(error: BaseException) -> str:
     """What an error says, without its line breaks, and not more than a few hundred characters."""
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def described(error: BaseException) -> str:
+    """An error of somebody else's code in one line: its kind, its text, and the line of that code it came from."""
+    if isinstance(error, FedstillError):
+        return in_one_line(error)
+    text = f"{type(error).__name__}: {in_one_line(error)}" if str(error).strip() else type(error).__name__
+    return text + (f" ({place})" if (place := users_line(error)) else "")
+
+
+def users_line(error: BaseException) -> str:
+    """The innermost line of code that is neither fedstill's nor an installed package's, as `file.py, line 3`."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = frame.filename
+        if not file.startswith((_PACKAGE, "<")) and not {"site-packages", "lib"} & set(Path(file).parts):
+            return f"{file}, line {frame.lineno}"
+    return ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
 from safetensors.torch import save as save_tensors
@@ -40,6 +40,11 @@ def encode(tree: Tree) -> bytes:
     {'w': tensor([1., 1.]), 'rounds': [1, 2]}
     """
     return _encoded(tree, {})
+
+
+def check(tree: Tree) -> None:
+    """TypeError if something in it cannot be kept or sent."""
+    _strip(tree, {}, set())
 
 
 def _encoded(tree: Tree, metadata: dict[str, str]) -> bytes:
@@ -155,6 +160,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DataError(f"{path} is damaged: {in_one_line(error)}") from error
+
+
+def metadata(path: Path) -> dict[str, str]:
+    """The words in the header of a safetensors file; none if it is damaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
+    except (SafetensorError, OSError):
+        return {}
 
 
 def nbytes(tree: Tree) -> int:

@@ -37,7 +37,7 @@ class EpisodeLoop(RoundLoop):
         with_data = [region for region in self.setup.hierarchy.regions if sizes[region.clients].any()]
         there = [region for region in with_data if not absent.issuperset(region.clients.tolist())]
         chosen = there or with_data  # who is waited for if nobody is there
-        self.listener.round_started(round_, len(chosen))
+        self.start_round(len(chosen))
         down = {"model": self.server.model}
         answers = Checked(
             [region.number for region in chosen],
@@ -47,7 +47,7 @@ class EpisodeLoop(RoundLoop):
             ),
             {"model": Part((self.setup.task.size,), "the region's model")},
             least=1,
-            tick=self.listener.client_done,
+            tick=self.client_done,
             who="region",
             judge=self.judge(engine, down, "regions"),
         )

@@ -42,7 +42,7 @@ from fedstill.metrics.records import RoundRecord, value_of
 from fedstill.running import files
 from fedstill.running.directory import RunDirectory, without_nan
 from fedstill.running.logfile import logging_to
-from fedstill.running.loop import Listener, RoundLoop
+from fedstill.running.loop import RoundLoop
 from fedstill.running.machine import one_thread
 from fedstill.running.rollback import ROLLBACKS, seen, unseen
 from fedstill.running.uplinks import TooFewClients, fewest_answers
@@ -134,7 +134,6 @@ class RegionalServer:
         *,
         inputs: LocalInputs,
         terms: Terms,
-        listener: Listener | None = None,
         revoked: Sequence[str] = (),
         policy: Policy | None = None,
     ) -> None:
@@ -143,7 +142,7 @@ class RegionalServer:
         `revoked` ones may belong to a run that goes on without them.
         """
         self.directory, self._names, self._revoked = directory, sorted(names), sorted(revoked)
-        self.inputs, self.terms, self.listener = inputs, terms, listener
+        self.inputs, self.terms = inputs, terms
         self.policy = policy or Policy()
         self._connect = connect
         self._audit = AuditLog(directory / SENT)
@@ -299,7 +298,7 @@ class _RegionRun:
         """An episode of the region."""
         if self.rounds is None:
             self.sample_counts()
-            self.rounds = RegionalLoop(self._setup(), self._directory, self._server.listener)
+            self.rounds = RegionalLoop(self._setup(), self._directory)
         rollbacks, path = self.run_info.get(ROLLBACKS, []), self._directory.path / files.SERVED
         if (back := unseen(rollbacks, path)) is not None:
             if self.rounds.server.round > back:

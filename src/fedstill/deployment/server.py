@@ -35,10 +35,11 @@ from fedstill.engine.worker import Request, Score, Worker, kind_of, request_fiel
 from fedstill.methods import registry as methods
 from fedstill.models.base import frozen_digest
 from fedstill.running import api, files
+from fedstill.running.callbacks import Callback
 from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import check_inputs, save_inputs, saved_tokenizer
 from fedstill.running.logfile import logging_to
-from fedstill.running.loop import Listener, RoundLoop, refuse_changes
+from fedstill.running.loop import RoundLoop, refuse_changes
 from fedstill.running.rollback import ROLLBACKS
 from fedstill.running.uplinks import fewest_answers
 
@@ -178,7 +179,7 @@ def serve(
     *,
     terms: Terms,
     pause: Callable[[dict[str, str]], bool],
-    listener: Listener | None = None,
+    callbacks: Sequence[Callback] = (),
     regional: bool = False,
     revoked: Collection[str] = (),
 ) -> api.Result:
@@ -272,7 +273,7 @@ def serve(
     def engine(worker: Worker) -> Engine:
         return SiteEngine(worker, link, registry, terms, least=least)
 
-    return api.run_in_directory(setup, directory, listener, engine, loop_class=loop_class)
+    return api.run_in_directory(setup, directory, callbacks, engine, loop_class=loop_class)
 
 
 def _created(out: Path, config: Config) -> RunDirectory:

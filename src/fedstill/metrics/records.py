@@ -6,7 +6,7 @@ on its own account are not declared, and found by `value_of`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Required, TypeAlias, TypedDict
 
 # None where it was not measured. Who reads a score that must be there need not ask: hence Any.
@@ -66,6 +66,7 @@ class RoundRecord(Scores, total=False):
     teachers_after: dict[str, Measured]  # accuracy of each region's model, one round after an episode's end
     left_out: list[str]  # sites whose answers do not count
     untested: list[str]  # clients with tests that did not report a result
+    callbacks: dict[str, Measured]  # what callbacks logged
 
 
 class BestAndFinal(TypedDict, total=False):
@@ -93,7 +94,7 @@ class Summary(BestAndFinal, total=False):
     seed: Required[int]
     rounds: Required[int]
     final_is_mean_of: int
-    best_round: int
+    best_round: int | None
     bytes_down: int
     bytes_up: int
     dropped: int
@@ -104,6 +105,8 @@ class Summary(BestAndFinal, total=False):
     rounds_to_target: int | None
     parameters: int
     versions: dict[str, str]
+    stopped_by: str  # the callback that ended the run before its last round
+    restored_round: int  # the round whose model is the result, if a callback chose one
 
 
 def value_of(record: Mapping[str, Any], name: str) -> float | None:
@@ -116,3 +119,18 @@ def value_of(record: Mapping[str, Any], name: str) -> float | None:
     for part in name.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
     return found if isinstance(found, int | float) and not isinstance(found, bool) else None
+
+
+def scalars(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a record by name, those inside others and of each class too; matrices are left out.
+
+    >>> dict(scalars({"round": 1, "loss": 0.5, "fm": None, "per_class": [0.1, 0.2], "also": {"mean": {"loss": 1.0}}}))
+    {'loss': 0.5, 'per_class/0': 0.1, 'per_class/1': 0.2, 'also/mean/loss': 1.0}
+    """
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from scalars(value, f"{before}{name}/")
+        elif isinstance(value, list):
+            yield from scalars({str(i): v for i, v in enumerate(value) if isinstance(v, float)}, f"{before}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and name != "round":
+            yield f"{before}{name}", float(value)

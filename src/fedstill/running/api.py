@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,11 @@ from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.metrics.records import RoundRecord, Summary
 from fedstill.running import files
+from fedstill.running.callbacks import Callback
 from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import prepare_again, save_inputs
 from fedstill.running.logfile import logging_to
-from fedstill.running.loop import Listener, RoundLoop
+from fedstill.running.loop import RoundLoop
 from fedstill.running.machine import check_engine
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def run(
     proxy: str | Dataset = "",
     out: str | Path | None = None,
     force: bool = False,
-    listener: Listener | None = None,
+    callbacks: Sequence[Callback] = (),
     **settings: Any,
 ) -> Result:
     """Train a federation.
@@ -78,20 +79,20 @@ def run(
         "model": None if isinstance(model, str) else model,
     }
     if out is not None:
-        return run_config(config, Path(out), force=force, listener=listener, **own)
+        return run_config(config, Path(out), force=force, callbacks=callbacks, **own)
     with tempfile.TemporaryDirectory(prefix="fedstill-") as folder:
-        result = run_config(config, Path(folder) / "run", listener=listener, **own)
+        result = run_config(config, Path(folder) / "run", callbacks=callbacks, **own)
         return replace(result, path=None)
 
 
 def run_config(
-    config: Config, path: Path, *, force: bool = False, listener: Listener | None = None, **own: Any
+    config: Config, path: Path, *, force: bool = False, callbacks: Sequence[Callback] = (), **own: Any
 ) -> Result:
     """Carry out a configuration in a new run directory; `own` are the objects that `prepare` takes."""
-    return run_setup(prepare(config, **own), path, force=force, listener=listener)
+    return run_setup(prepare(config, **own), path, force=force, callbacks=callbacks)
 
 
-def run_setup(setup: Setup, path: Path, *, force: bool = False, listener: Listener | None = None) -> Result:
+def run_setup(setup: Setup, path: Path, *, force: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
     """Carry out what is prepared in a new run directory, which works from wherever it is resumed."""
     check_engine(setup.config)
     directory = RunDirectory.create(path, anchored(setup.config), force=force)
@@ -100,7 +101,7 @@ def run_setup(setup: Setup, path: Path, *, force: bool = False, listener: Listen
     except BaseException:
         directory.release()
         raise
-    return run_in_directory(setup, directory, listener)
+    return run_in_directory(setup, directory, callbacks)
 
 
 def resume(
@@ -112,7 +113,7 @@ def resume(
     proxy: Dataset | None = None,
     rounds: int | None = None,
     device: str | None = None,
-    listener: Listener | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Continue a run where it stopped, or with more `rounds` after it ended, on another `device` if one is named.
 
@@ -132,7 +133,7 @@ def resume(
     except BaseException:
         directory.release()
         raise
-    return run_in_directory(setup, directory, listener)
+    return run_in_directory(setup, directory, callbacks)
 
 
 def _continued(directory: RunDirectory, rounds: int | None, given: dict[str, object]) -> Config:
@@ -151,7 +152,7 @@ def _continued(directory: RunDirectory, rounds: int | None, given: dict[str, obj
 def run_in_directory(
     setup: Setup,
     directory: RunDirectory,
-    listener: Listener | None = None,
+    callbacks: Sequence[Callback] = (),
     engine: Callable[[Worker], Engine] | None = None,
     loop_class: type[RoundLoop] = RoundLoop,
 ) -> Result:
@@ -160,7 +161,7 @@ def run_in_directory(
         with logging_to(directory.path / files.LOG), devices.on(devices.find(setup.config.device)):
             for warning in setup.warnings:
                 log.info("%s", warning)
-            loop = loop_class(setup, directory, listener, engine)
+            loop = loop_class(setup, directory, callbacks, engine)
             summary = loop.run()
             return Result(summary, loop.records, loop.trained(), directory.path)
     finally:

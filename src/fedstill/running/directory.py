@@ -303,6 +303,9 @@ class RunDirectory:
         """Delete what the end of a run wrote, and the models that rounds after this one saved."""
         for name in files.RESULTS:
             (self.path / name).unlink(missing_ok=True)
+        best = self.path / files.BEST
+        if best.exists() and tree.metadata(best).get("round", "") not in map(str, range(round_ + 1)):
+            best.unlink()
         later = [path for saved, path in self.saved_models().items() if saved > round_]
         later += [path for episode, path in self.saved_episodes().items() if episode * rounds_per_episode > round_]
         for path in later:

@@ -9,6 +9,8 @@ model.safetensors   the final model as named tensors
 tokenizer.json      what made tokens of text, where the data are text
 frozen.txt          the digest of weights that are not trained, where there are some
 code.json           the digests of files of the user's own that the settings name
+best.safetensors    the model of the best round, if a callback was to keep it
+rounds.csv          the numbers of every round, if a callback was to write them
 curves.png          the learning curves, where the command line drew them
 models/             the global model after some of the rounds, if the run was to save them
 teachers/           the regions' models at each episode's end, if the run was to save them
@@ -32,6 +34,8 @@ CLIENTS = "clients.csv"
 MODEL = "model.safetensors"
 TOKENIZER = "tokenizer.json"
 FROZEN = "frozen.txt"
+BEST = "best.safetensors"
+ROUNDS = "rounds.csv"
 CURVES = "curves.png"
 MODELS = "models"
 TEACHERS = "teachers"
@@ -44,4 +48,14 @@ LOG = "log.txt"
 
 INPUTS = (TOKENIZER, FROZEN)  # written before the first round
 RESULTS = (SUMMARY, CLIENTS, MODEL, CURVES)  # written at the end
-REPLACED = (DIGESTS, METRICS, *RESULTS, TOKENIZER, LOG, trust.CODE, RECEIVED)  # by a new run in the same place
+REPLACED = (
+    DIGESTS,
+    METRICS,
+    BEST,
+    ROUNDS,
+    *RESULTS,
+    TOKENIZER,
+    LOG,
+    trust.CODE,
+    RECEIVED,
+)  # by a new run in the same place

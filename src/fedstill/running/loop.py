@@ -10,7 +10,7 @@ import io
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -30,37 +30,22 @@ from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import FinalExchange, Train, Worker
 from fedstill.methods.base import Server, misfit
-from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Summary
+from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Summary, value_of
 from fedstill.models.base import Wrapped
 from fedstill.running import files
+from fedstill.running.callbacks import Callback, Callbacks, RunView
 from fedstill.running.colluding import colluding
 from fedstill.running.directory import RunDirectory, to_json, without_nan
 from fedstill.running.evaluation import Evaluation, evaluate, tested
 from fedstill.running.judging import History, Judge
 from fedstill.running.machine import make_engine, one_thread, server_threads
-from fedstill.running.records import NOT_EVALUATED, Tally, of_own_models, summarise, versions
+from fedstill.running.records import NOT_EVALUATED, QUALITY, Tally, of_own_models, summarise, versions
 from fedstill.running.retries import Retries
 from fedstill.running.uplinks import Checked, RoundFailed, fewest_answers
 
 log = logging.getLogger(__name__)
 
 _LOGGED = ("stage", "disagreement")
-
-
-class Listener:
-    """Hears how a run goes on; a progress display overrides what it shows."""
-
-    def started(self, setup: Setup, done: int) -> None: ...
-
-    def round_started(self, round_: int, clients: int) -> None: ...
-
-    def client_done(self) -> None: ...
-
-    def round_failed(self, text: str) -> None: ...
-
-    def round_done(self, record: RoundRecord) -> None: ...
-
-    def ended(self) -> None: ...
 
 
 class RoundLoop:
@@ -75,13 +60,14 @@ class RoundLoop:
         self,
         setup: Setup,
         directory: RunDirectory,
-        listener: Listener | None = None,
+        callbacks: Sequence[Callback] = (),
         engine: Callable[[Worker], Engine] | None = None,
     ) -> None:
         self.setup, self.directory = setup, directory
         directory.keep = setup.config.keep_checkpoints
         self._make_engine = engine or partial(make_engine, setup.config)
-        self.listener = listener or Listener()
+        view = RunView(setup, directory.path, lambda: self.records, self.model, self.trained)
+        self.callbacks = Callbacks(callbacks, view)
         hierarchy = setup.hierarchy
         only = hierarchy.regions[0] if hierarchy.flat else None
         self.server = Server(
@@ -102,6 +88,8 @@ class RoundLoop:
         self._active_since_checkpoint: set[int] = set()
         self.update_norms: dict[str, History] = {}  # of what clients elsewhere sent, by region
         self._last: dict[str, int] = {}  # what crossed after the last round
+        self._stop = ""  # the callback that wants the run to end
+        self._chosen: Tensor | None = None  # the result, if a callback chose another than the last model
         self._restore()
 
     def _restore(self) -> None:
@@ -114,6 +102,7 @@ class RoundLoop:
         self.server.round, kept = restored
         refuse_changes(kept.get("settings", {}), self._settings)
         self.load_state(kept)
+        self.callbacks.load_state(kept.get("callbacks", {}))
         self.records = self.directory.records()
 
     def _regional_servers(self) -> dict[int, Server]:
@@ -141,11 +130,12 @@ class RoundLoop:
         """Run the rounds that are left and write the results."""
         try:
             return self._run_rounds()
-        finally:
-            self.listener.ended()
+        except BaseException as error:
+            self.callbacks.tell("on_run_failed", error)
+            raise
 
     def _run_rounds(self) -> Summary:
-        config = self.setup.config
+        config, run = self.setup.config, self.callbacks.run
         setup, regions = self.setup, self.setup.hierarchy.regions
         regional = () if setup.hierarchy.flat else tuple((region.task, region.method) for region in regions)
         store = self.directory.client_store
@@ -156,22 +146,23 @@ class RoundLoop:
             log.info("rounds %d to %d of %s", self.server.round + 1, config.rounds, config.method)
             if setup.attack.kind:
                 log.info("%s by clients %s", setup.attack.kind, ", ".join(map(str, sorted(setup.attack.clients))))
-            self.listener.started(self.setup, self.server.round)
+            run.round = self.server.round
+            self.callbacks.tell("on_run_start")
+            self.callbacks.check()
             evaluation = None
             for round_ in range(self.server.round + self.rounds_per_step, config.rounds + 1, self.rounds_per_step):
                 record, evaluation = self._run_round(engine, round_)
                 self.records.append(record)
-                self.directory.append(record)
-                if config.save_models and round_ % config.save_models == 0 and self.setup.method.global_model:
-                    # Before the checkpoint: a run that is resumed from it has no gap here.
-                    self.directory.save_model(round_, save_tensors(self.trained_state_dict()))
-                if round_ % config.checkpoint_every == 0 or round_ == config.rounds:
-                    self.checkpoint()
-                self.listener.round_done(record)
+                evaluation = self._end_round(engine, record) or evaluation
+                if run.stopped_by:
+                    log.info("stopped by %s after round %d", run.stopped_by, round_)
+                    break
             self.directory.settle()
             if self.setup.method.has_final_exchange:
                 self._final_exchange(engine)
                 evaluation = None
+            if run.chosen:
+                self._chosen, evaluation = run.chosen[1], None
             if evaluation is None and self.setup.method.global_model:
                 evaluation = evaluate(engine, self.setup.federation, self.model())
         summary = summarise(config, self.records, self._last)
@@ -179,16 +170,60 @@ class RoundLoop:
         if self.setup.method.has_final_exchange and evaluation is not None:
             last = {f"final_{name}": value for name, value in without_nan(evaluation.record()).items()}
             summary["also"] = {"after the last exchange": cast(BestAndFinal, last), **summary.get("also", {})}
+        if run.stopped_by:
+            summary["stopped_by"] = run.stopped_by
+        if run.chosen:
+            summary["restored_round"] = run.chosen[0]
         self._write_results(summary, evaluation)
         log.info("finished")
+        self.callbacks.tell("on_run_end", summary)
+        self.callbacks.check()
         return summary
+
+    def _end_round(self, engine: Engine, record: RoundRecord) -> Evaluation | None:
+        """Tell the callbacks, and keep the round: all of it, if one of them ends the run or fails."""
+        run, round_, evaluation = self.callbacks.run, record["round"], None
+        record["callbacks"], run.chosen = run.logged, None
+        self._stop = self.callbacks.tell("on_round_end", record) or self._stop
+        if self._stop and round_ < self.setup.config.rounds and self._meets(round_):
+            run.stopped_by = self._stop
+            if not record["evaluated"]:
+                evaluation = self._evaluate_last(engine, record)
+        last = round_ == self.setup.config.rounds
+        self._keep_round(record, last=last or bool(run.stopped_by) or self.callbacks.failed)
+        self.callbacks.check()
+        return evaluation
+
+    def _keep_round(self, record: RoundRecord, *, last: bool) -> None:
+        config, round_ = self.setup.config, record["round"]
+        self.callbacks.run.logged = {}
+        if not record["callbacks"]:
+            del record["callbacks"]
+        self.directory.append(record)
+        if config.save_models and round_ % config.save_models == 0 and self.setup.method.global_model:
+            # Before the checkpoint: a run that is resumed from it has no gap here.
+            self.directory.save_model(round_, save_tensors(self.trained_state_dict()))
+        if last or round_ % config.checkpoint_every == 0:
+            self.checkpoint()
+
+    def _evaluate_last(self, engine: Engine, record: RoundRecord) -> Evaluation | None:
+        """Evaluate a round that became the last when it was done."""
+        if not self.setup.method.global_model:
+            return None
+        evaluation = evaluate(engine, self.setup.federation, self.model())
+        record |= cast(RoundRecord, without_nan(evaluation.record()) | {"evaluated": True})
+        self.callbacks.tell("on_evaluation_end", evaluation.record())
+        return evaluation
+
+    def _meets(self, round_: int) -> bool:
+        """Whether a round ends in one model of all clients."""
+        return self.setup.hierarchy.flat or self.setup.hierarchy.ends_episode(round_)
 
     def _run_round(self, engine: Engine, round_: int) -> tuple[RoundRecord, Evaluation | None]:
         config, hierarchy = self.setup.config, self.setup.hierarchy
         began = time.perf_counter()
         last = round_ == config.rounds
-        meets = hierarchy.flat or hierarchy.ends_episode(round_)
-        due = meets and (last or self._evaluates(round_))
+        due = self._meets(round_) and (last or self._evaluates(round_))
         tally, present = self.train_round(engine, round_, measure=due)
         after = self._teachers_after(engine, present) if self._follows_aggregation(round_) else {}
         episode = self._aggregate_regions(engine, present, compare=due) if hierarchy.ends_episode(round_) else None
@@ -196,6 +231,8 @@ class RoundLoop:
             if not torch.isfinite(server.model).all():
                 which = "the global model" if server is self.server else f"the model of region {server.region + 1}"
                 raise FedstillError(f"round {round_}: {which} is no longer finite; a smaller lr may help")
+        if episode:
+            self.callbacks.tell("on_aggregation_end", episode)
         trained = time.perf_counter()
         models = self._models() if due else {}
         evaluations = {name: evaluate(engine, self.setup.federation, model) for name, model in models.items()}
@@ -205,6 +242,7 @@ class RoundLoop:
         if due:
             record["local_accuracy"] = tally.mean("local_accuracy")
             record |= cast(RoundRecord, main.record() if main else of_own_models(tally))
+            self.callbacks.tell("on_evaluation_end", {name: value_of(record, name) for name in QUALITY})
         record |= {
             "train_loss": tally.mean("train_loss"),
             "bytes_down": tally.bytes_down,
@@ -243,7 +281,7 @@ class RoundLoop:
             return self.train_regions(engine, round_, measure=measure)
         self.directory.settle()  # a client elsewhere must not have seen a round that this server, if killed, forgets
         before = tree.encode(self.state())
-        retries = Retries(round_, self.setup.config.round_retries, self.directory.path, self.listener.round_failed)
+        retries = Retries(round_, self.setup.config.round_retries, self.directory.path, self._tell_retry)
         while True:
             connected = self._connected(engine)
             try:
@@ -254,6 +292,9 @@ class RoundLoop:
                 names = dict(enumerate(self.setup.federation.names))
                 arrived = partial(self._more_than, engine, connected)
                 retries.after(error, names, connected=connected >= self.fewest_connected, arrived=arrived)
+
+    def _tell_retry(self, reason: str) -> None:
+        self.callbacks.tell("on_round_failed", reason)
 
     @property
     def fewest_connected(self) -> int:
@@ -273,7 +314,7 @@ class RoundLoop:
         absent = engine.absent()
         present = [(region, _without(members, absent)) for region, members in self.setup.hierarchy.present(round_)]
         cohorts = [self._cohort(region, members, round_) for region, members in present]
-        self.listener.round_started(round_, sum(map(len, cohorts)))
+        self.start_round(sum(map(len, cohorts)))
         tally = Tally()
         for (region, _), cohort in zip(present, cohorts, strict=True):
             self._train_region(engine, region, cohort, tally, measure=measure)
@@ -281,6 +322,14 @@ class RoundLoop:
         if engine.remote:
             self._check_finite(round_)
         return tally, [region for region, _ in present]
+
+    def start_round(self, clients: int) -> None:
+        run = self.callbacks.run
+        run.round, run.logged = self.server.round, {}
+        self.callbacks.tell("on_round_start", self.server.round, clients)
+
+    def client_done(self, client: int, metrics: Mapping[str, float]) -> None:
+        self.callbacks.tell("on_client_end", client, metrics)
 
     def _check_finite(self, round_: int) -> None:
         """Refuse what the servers have become, if finite answers added up to something else."""
@@ -335,7 +384,7 @@ class RoundLoop:
             engine.run([Train(k, round_, measure, region.number) for k in cohort], down),
             wire.up,
             least=fewest_answers(config, method) if engine.remote else config.min_clients,
-            tick=self.listener.client_done,
+            tick=self.client_done,
             judge=self.judge(engine, down, str(region.number)),
         )
         with self._stream("server layers", region.number):
@@ -381,7 +430,7 @@ class RoundLoop:
         down = {"model": self.model()}
         answers = engine.run([FinalExchange(k, config.rounds + 1) for k in clients], down)
         declared, judge = method.wire(self.setup.task).last, self.judge(engine, down, "last")
-        uplinks = Checked(clients, answers, declared, least=config.min_clients, tick=lambda: None, judge=judge)
+        uplinks = Checked(clients, answers, declared, least=config.min_clients, tick=lambda *_: None, judge=judge)
         with self._stream("last layers"):
             method.final_aggregate(self.server, iter(uplinks))
         self._last = {
@@ -408,7 +457,7 @@ class RoundLoop:
 
     def model(self) -> Tensor:
         """The weights of the model: what the run is for."""
-        return next(iter(self._models().values()))
+        return next(iter(self._models().values())) if self._chosen is None else self._chosen
 
     def state(self) -> dict[str, Any]:
         """What the servers know."""
@@ -426,7 +475,7 @@ class RoundLoop:
             self.regional[int(number)].model, self.regional[int(number)].state = own["model"], own["state"]
 
     def checkpoint(self) -> None:
-        state = self.state() | {"settings": self._settings}
+        state = self.state() | {"settings": self._settings, "callbacks": self.callbacks.state()}
         self.directory.checkpoint(self.server.round, state, sorted(self._active_since_checkpoint))
         self._active_since_checkpoint.clear()
 

@@ -75,8 +75,8 @@ def summarise(config: Config, records: Sequence[RoundRecord], final_exchange: Ma
     summary |= cast(Summary, _best_and_final(scored))
     summary |= {
         "final_is_mean_of": len(last),
-        "best_round": max(scored, key=lambda r: r["accuracy"] or 0)["round"],
-        "final_per_class": last[-1].get("per_class"),
+        "best_round": max(scored, key=lambda r: r["accuracy"] or 0)["round"] if scored else None,
+        "final_per_class": last[-1].get("per_class") if last else None,
         "bytes_down": sum(r["bytes_down"] for r in records) + final_exchange.get("bytes_down", 0),
         "bytes_up": sum(r["bytes_up"] for r in records) + final_exchange.get("bytes_up", 0),
         "dropped": sum(r["dropped"] for r in records) + final_exchange.get("dropped", 0),
@@ -84,7 +84,7 @@ def summarise(config: Config, records: Sequence[RoundRecord], final_exchange: Ma
         "eval_seconds": sum(r["eval_seconds"] for r in records),
         "bytes_regions": sum(r["episode"]["bytes"] for r in records if "episode" in r),
     }
-    if also := last[-1].get("also"):
+    if last and (also := last[-1].get("also")):
         summary["also"] = {name: _best_and_final([r["also"][name] for r in scored]) for name in also}
     if config.target:
         reached = [r["round"] for r in scored if (r["accuracy"] or 0) >= config.target]

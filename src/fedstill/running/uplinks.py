@@ -40,7 +40,7 @@ class Checked:
         declared: dict[str, Part],
         *,
         least: int,
-        tick: Callable[[], None],
+        tick: Callable[[int, Mapping[str, float]], None],
         who: str = "client",
         judge: Judge | None = None,
     ) -> None:
@@ -68,7 +68,7 @@ class Checked:
 
     def _well_formed(self) -> Iterator[_Answer]:
         for client, answer in zip(self._clients, self._timed(), strict=True):
-            self._tick()
+            self._tick(client, {} if "failure" in answer else answer["metrics"])
             if "failure" in answer:
                 self._drop(client, answer["failure"])
                 continue

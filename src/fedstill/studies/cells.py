@@ -25,8 +25,8 @@ from fedstill.core.processes import die_with_parent
 from fedstill.data.dataset import Dataset
 from fedstill.metrics.records import RoundRecord, Summary
 from fedstill.running import api, files
+from fedstill.running.callbacks import Callback, RunView
 from fedstill.running.directory import RunDirectory, check_result
-from fedstill.running.loop import Listener
 from fedstill.running.machine import check_engine, cores, one_thread
 
 log = logging.getLogger(__name__)
@@ -190,11 +190,11 @@ def _hear(
         watcher.round_done(cell, message["round"])
 
 
-class _Tell(Listener):
+class _Tell(Callback):
     def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
         self._tell = tell
 
-    def round_done(self, record: RoundRecord) -> None:
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         self._tell({"round": record["round"]})
 
 
@@ -212,9 +212,9 @@ def _one(cell: Cell, workers: int, pipe: Connection, parent: int) -> None:
                 update: dict[str, Any] = {"workers": workers}
                 if again := (cell.path / files.CONFIG).is_file():
                     update |= keeping(RunDirectory.open(cell.path, lock=False).config(), cell.config)
-                api.run_config(cell.config.model_copy(update=update), cell.path, force=again, listener=_Tell(tell))
+                api.run_config(cell.config.model_copy(update=update), cell.path, force=again, callbacks=[_Tell(tell)])
             else:
-                api.resume(cell.path, rounds=cell.config.rounds, device=cell.config.device, listener=_Tell(tell))
+                api.resume(cell.path, rounds=cell.config.rounds, device=cell.config.device, callbacks=[_Tell(tell)])
     except Exception as error:
         log.exception("%s", cell.path)
         tell({"error": str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)})

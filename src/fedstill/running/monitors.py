@@ -1,0 +1,205 @@
+"""Callbacks that come with fedstill: early stopping, the best model, a budget, a table of rounds."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from fedstill.core.errors import SettingError
+from fedstill.core.files import naming, write_atomic
+from fedstill.metrics.records import RoundRecord, scalars, value_of
+from fedstill.running import files
+from fedstill.running.callbacks import Callback, RunView
+
+log = logging.getLogger(__name__)
+
+Mode = Literal["min", "max"]
+_SMALLER_IS_BETTER = ("loss", "fm")
+_OF_THE_TEST_SET = ("accuracy", "loss", "per_class")
+
+
+class _Best(Callback):
+    """Keeps the best value of a metric, and its round."""
+
+    def __init__(self, metric: str, mode: Mode | None = None, min_delta: float = 0.0) -> None:
+        if mode not in (None, "min", "max"):
+            raise SettingError(f"mode = {mode!r}: 'min' or 'max'")
+        if not min_delta >= 0:
+            raise SettingError(f"min_delta = {min_delta!r}: at least 0")
+        self.metric, self.min_delta = metric, min_delta
+        last = metric.rpartition(".")[2]
+        self.mode: Mode = mode or ("min" if last.endswith(_SMALLER_IS_BETTER) else "max")
+        self.best: float | None = None
+        self.best_round = 0
+
+    def improved(self, record: RoundRecord) -> bool | None:
+        """Whether a round is the best so far; None if it does not have the metric."""
+        value = value_of(record, self.metric)
+        if value is None:
+            self._check(record)
+            return None
+        gain = 0.0 if self.best is None else (value - self.best) * (1 if self.mode == "max" else -1)
+        if self.best is not None and gain <= self.min_delta:
+            return False
+        self.best, self.best_round = value, record["round"]
+        return True
+
+    def _check(self, record: RoundRecord) -> None:
+        """Refuse a metric that no round will have, at the first that was evaluated."""
+        parent, _, last = self.metric.rpartition(".")
+        holder: Any = record
+        for part in parent.split(".") if parent else ():
+            holder = holder.get(part, {}) if isinstance(holder, dict) else {}
+        if record["evaluated"] and self.best is None and last not in holder:
+            known = ", ".join(name for name, _ in scalars(record))
+            raise SettingError(f"metric = {self.metric!r}: the rounds have {known.replace('/', '.')}")
+
+    def warn_of_choice(self) -> None:
+        """A model that is chosen by its test score looks better than it is."""
+        if self.metric in _OF_THE_TEST_SET:
+            log.warning("the model is chosen by its %s on the test set: this number of it is too good", self.metric)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "best_round": self.best_round}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.best_round = state["best"], state["best_round"]
+
+
+class EarlyStopping(_Best):
+    """Stop a run once a metric has not improved for some evaluations.
+
+    `metric` is a number of a round's record, dots leading into it: "train_loss", "amp", "callbacks.mine". Better is
+    larger, but for losses and "fm", or as `mode` says; an improvement is one by more than `min_delta`. With
+    `restore_best` the run's model is that of the best round. "accuracy" and "loss" are measured on the test set: who
+    stops by them and reports them reports too much.
+
+    >>> import fedstill
+    >>> small = {"clients": 4, "epochs": 1, "fraction": 0.05, "engine": "inline"}
+    >>> stop = EarlyStopping("train_loss", patience=1, min_delta=10)
+    >>> fedstill.run("fedavg", rounds=9, **small, callbacks=[stop]).summary["rounds"]
+    2
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        patience: int = 5,
+        min_delta: float = 0.0,
+        *,
+        mode: Mode | None = None,
+        restore_best: bool = False,
+    ) -> None:
+        super().__init__(metric, mode, min_delta)
+        if patience < 1:
+            raise SettingError(f"patience = {patience!r}: at least 1 evaluation")
+        self.patience, self.restore_best = patience, restore_best
+        self.waited = 0  # evaluations since the best one
+        self._weights: Tensor | None = None
+
+    def on_run_start(self, run: RunView) -> None:
+        if not self.restore_best:
+            return
+        if not run.method.global_model:
+            raise SettingError(f"restore_best: {run.config.method} has no global model")
+        if run.method.has_final_exchange:
+            raise SettingError(f"restore_best: {run.config.method} changes the model after the last round")
+        self.warn_of_choice()
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> bool:
+        better = self.improved(record)
+        if better is not None:
+            self.waited = 0 if better else self.waited + 1
+        if self.restore_best:
+            if better:
+                self._weights = run.weights()
+            if self._weights is not None:
+                run.restore(self.best_round, self._weights)
+        return self.waited >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"waited": self.waited, "weights": self._weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.waited, self._weights = state["waited"], state["weights"]
+
+
+class SaveBest(_Best):
+    """Keep the model of the best round in the run directory, as best.safetensors; `metric` is as in `EarlyStopping`."""
+
+    def __init__(self, metric: str, *, mode: Mode | None = None) -> None:
+        super().__init__(metric, mode)
+
+    def on_run_start(self, run: RunView) -> None:
+        if not run.method.global_model:
+            raise SettingError(f"SaveBest: {run.config.method} has no global model")
+        self.warn_of_choice()
+        if not (run.path / files.BEST).exists():
+            self.best = None  # of a run that went back
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        if self.improved(record):
+            tensors = {name: t.detach().clone().contiguous() for name, t in run.model().state_dict().items()}
+            write_atomic(run.path / files.BEST, save_tensors(tensors, metadata={"round": str(record["round"])}))
+
+
+class Budget(Callback):
+    """Stop a run once it has taken so many seconds, or moved so many bytes; those before it was resumed count too."""
+
+    def __init__(self, *, seconds: float | None = None, bytes: float | None = None) -> None:
+        if seconds is None and bytes is None:
+            raise SettingError("Budget: give seconds=, bytes=, or both")
+        for name, value in (("seconds", seconds), ("bytes", bytes)):
+            if value is not None and not value > 0:
+                raise SettingError(f"Budget: {name} = {value!r}: more than 0")
+        self.seconds, self.bytes = seconds, bytes
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> bool:
+        took = sum(r["seconds"] + r["eval_seconds"] for r in run.records)
+        moved = sum(r["bytes_down"] + r["bytes_up"] + r.get("episode", {}).get("bytes", 0) for r in run.records)
+        return (self.seconds is not None and took >= self.seconds) or (self.bytes is not None and moved >= self.bytes)
+
+
+class CSVLog(Callback):
+    """Write the numbers of every round to a CSV file, by default rounds.csv in the run directory."""
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self._given = None if path is None else Path(path)
+        self._path = Path(files.ROUNDS)
+        self._columns: tuple[str, ...] = ()
+
+    def on_run_start(self, run: RunView) -> None:
+        self._path = self._given or run.path / files.ROUNDS
+        self._columns = ()
+        if run.records:
+            self._write(run.records)
+        else:
+            self._path.unlink(missing_ok=True)
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        if not _numbers(record).keys() <= set(self._columns):
+            self._write(run.records)
+            return
+        with naming(self._path), open(self._path, "a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(_numbers(record))
+
+    def _write(self, records: Sequence[RoundRecord]) -> None:
+        """All rounds again: one of them has a number that those before had not."""
+        rows, text = [_numbers(record) for record in records], io.StringIO(newline="")
+        self._columns = tuple(dict.fromkeys(name for row in rows for name in row))
+        table = csv.DictWriter(text, self._columns)
+        table.writeheader()
+        table.writerows(rows)
+        write_atomic(self._path, text.getvalue())
+
+
+def _numbers(record: RoundRecord) -> dict[str, float]:
+    return {"round": record["round"], **dict(scalars(record))}

@@ -1,0 +1,148 @@
+"""The live display of a run: on a terminal, in a notebook, or a line a round where the output is a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bar
+
+from fedstill.metrics.records import RoundRecord, Summary
+from fedstill.running.callbacks import Callback, RunView
+
+_CLIENTS = 0.9  # the share of a round that its clients' training is shown as
+
+
+class Progress(Callback):
+    """Show how a run goes on: a bar with the latest numbers, or a line a round where the output is a file."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._bar: _TerminalBar | _NotebookBar | None = None
+        self._clients = self._clients_done = 0
+        self.began = False  # whether the run got as far as its rounds
+
+    def on_run_start(self, run: RunView) -> None:
+        self.began = True
+        c = run.config
+        self._say(
+            f"{c.method} on {c.data}: {run.federation.clients} clients, {c.partition} partition, "
+            f"{c.model} with {run.parameters:,} weights, {c.rounds - run.round} rounds",
+            style="bold",
+        )
+        for warning in run.warnings:
+            self._say(warning)
+        if run.round < c.rounds:
+            if in_notebook():
+                self._bar = _NotebookBar(c.method, run.round, c.rounds)
+            elif self._console.is_terminal:
+                self._bar = _TerminalBar(self._console, c.method, run.round, c.rounds)
+
+    def on_round_start(self, run: RunView, round_: int, clients: int) -> None:
+        self._clients, self._clients_done = clients, 0
+
+    def on_client_end(self, run: RunView, client: int, metrics: Mapping[str, float]) -> None:
+        self._clients_done += 1
+        if self._bar:
+            self._bar.show(run.round - 1 + _CLIENTS * self._clients_done / self._clients)
+
+    def on_round_failed(self, run: RunView, reason: str) -> None:
+        self._say(reason)
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        numbers = _numbers(record)
+        if self._bar:
+            self._bar.show(record["round"], numbers)
+        elif numbers:
+            self._say(f"round {record['round']}/{run.rounds}: {numbers}")
+        if record["dropped"]:
+            self._say(f"round {record['round']}: clients dropped: {record['dropped']} (see log.txt)")
+
+    def on_run_end(self, run: RunView, summary: Summary) -> None:
+        self._close()
+        if run.stopped_by:
+            self._say(f"stopped by {run.stopped_by} after round {run.round} of {run.rounds}")
+        if "restored_round" in summary:
+            self._say(f"the model is that of round {summary['restored_round']}")
+
+    def on_run_failed(self, run: RunView, error: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar:
+            self._bar.close()
+            self._bar = None
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        """Print a line as it is: a path in it can be copied, and brackets mean nothing."""
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+class _TerminalBar:
+    def __init__(self, console: Console, name: str, done: int, rounds: int) -> None:
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task: TaskID = self._bar.add_task(name, total=rounds, completed=done, numbers="")
+        self._bar.start()
+
+    def show(self, done: float, numbers: str = "") -> None:
+        shown = numbers or self._bar.tasks[0].fields["numbers"]
+        self._bar.update(self._task, completed=done, numbers=shown)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class _NotebookBar:
+    """A bar in HTML, which every notebook shows without further packages."""
+
+    def __init__(self, name: str, done: int, rounds: int) -> None:
+        from IPython.display import display
+
+        self._name, self._rounds, self._numbers = name, rounds, ""
+        self._handle: Any = display(self._picture(done), display_id=True)
+
+    def show(self, done: float, numbers: str = "") -> None:
+        self._numbers = numbers or self._numbers
+        self._handle.update(self._picture(done))
+
+    def close(self) -> None: ...
+
+    def _picture(self, done: float) -> Any:
+        from IPython.display import HTML
+
+        bar = f'<progress value="{done:.2f}" max="{self._rounds}"></progress>'
+        return HTML(f"{escape(self._name)} {bar} {int(done)}/{self._rounds} {escape(self._numbers)}")
+
+
+def in_notebook() -> bool:
+    """Whether this is a Jupyter notebook."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def _numbers(record: RoundRecord) -> str:
+    if record["accuracy"] is None:
+        return ""
+    text = f"accuracy {record['accuracy']:.3f}"
+    for key in ("amp", "wlp"):
+        text += f"  {key.upper()} {record[key]:.3f}" if record[key] is not None and record[key] == record[key] else ""
+    return text

@@ -14,7 +14,7 @@ import torch
 os.environ.setdefault("FEDSTILL_OFFLINE", "1")
 
 import fedstill
-from fedstill.running.api import Result
+from fedstill.running.result import Result
 from support.guards import (  # noqa: F401 - hooks
     pytest_collection_modifyitems,
     pytest_configure,

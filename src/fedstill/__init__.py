@@ -12,16 +12,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedstill.building.schema import Config
     from fedstill.core.errors import DataError, FedstillError, SettingError
     from fedstill.data import Dataset, Split, from_arrays, from_torch, load
     from fedstill.data.federation import Federation, federate, from_clients
     from fedstill.methods.base import Part, Server, Uplink, Wire
     from fedstill.methods.fedavg import FedAvg
     from fedstill.models import Classifier
-    from fedstill.running.api import Result, resume, run
+    from fedstill.running.api import resume, run
     from fedstill.running.callbacks import Callback, CallbackError, RunView
     from fedstill.running.monitors import Budget, CSVLog, EarlyStopping, SaveBest
     from fedstill.running.progress import Progress
+    from fedstill.running.result import Result
     from fedstill.running.tensorboard import TensorBoard
     from fedstill.train.client import Client
     from fedstill.train.loop import Objective
@@ -34,7 +36,9 @@ _HOMES = {
     "fedstill.core.errors": ("DataError", "FedstillError", "SettingError"),
     "fedstill.data": ("Dataset", "Split", "from_arrays", "from_torch", "load"),
     "fedstill.data.federation": ("Federation", "federate", "from_clients"),
-    "fedstill.running.api": ("Result", "resume", "run"),
+    "fedstill.building.schema": ("Config",),
+    "fedstill.running.api": ("resume", "run"),
+    "fedstill.running.result": ("Result",),
     "fedstill.running.callbacks": ("Callback", "CallbackError", "RunView"),
     "fedstill.running.monitors": ("Budget", "CSVLog", "EarlyStopping", "SaveBest"),
     "fedstill.running.progress": ("Progress",),
@@ -54,6 +58,7 @@ __all__ = [
     "CallbackError",
     "Classifier",
     "Client",
+    "Config",
     "DataError",
     "Dataset",
     "EarlyStopping",
@@ -87,3 +92,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'fedstill' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -11,8 +11,8 @@ import torch
 import fedstill
 from fedstill.building.config import read_toml
 from fedstill.methods.feddyn import FedDyn
-from fedstill.running.api import Result
 from fedstill.running.directory import RunDirectory
+from fedstill.running.result import Result
 from support import commandline
 from support.byhand import OnQuadratic, Point, Problem, Uplinks, normed_net, tiny_server
 from support.recorder import record_rounds

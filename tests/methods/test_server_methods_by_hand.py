@@ -33,7 +33,7 @@ from fedstill.methods.dafkd import DaFKD
 from fedstill.methods.fedbe import FedBE
 from fedstill.methods.fedftg import FedFTG
 from fedstill.models import Classifier
-from fedstill.running.api import Result
+from fedstill.running.result import Result
 from fedstill.train.loop import Loss
 from support.byhand import Uplinks, tiny_server
 from support.recorder import Round

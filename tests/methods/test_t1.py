@@ -19,9 +19,9 @@ from fedstill.methods import registry
 from fedstill.methods.base import Uplink
 from fedstill.methods.t1 import T1
 from fedstill.metrics.records import RoundRecord, value_of
-from fedstill.running.api import Result
 from fedstill.running.callbacks import Callback, RunView
 from fedstill.running.directory import RunDirectory
+from fedstill.running.result import Result
 from support.byhand import Array, tiny_server
 from support.recorder import Round, record_rounds
 from support.runs import SMALL, RunSmall, numbers, weights

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import fedstill as library
 from fedstill.analysis.figures import bar_series, draw_bars
 from fedstill.analysis.final import FinalModel, distances, filter_normalised
-from fedstill.analysis.runs import distinct_names, flat, group_runs, read_runs
+from fedstill.analysis.runs import distinct_names, group_runs, read_runs
 from fedstill.analysis.tables import results_table
 from fedstill.building.config import resolve
 from fedstill.building.setup import prepare
@@ -33,7 +33,7 @@ from fedstill.report.clients import clients
 from fedstill.report.confusion import confusion
 from fedstill.report.curves import curves, seed_curves
 from fedstill.report.landscape import line, plane
-from fedstill.report.runs import RunData
+from fedstill.report.runs import RunData, flat
 from fedstill.report.toy import Regions, toy
 from fedstill.report.tsne import tsne
 from fedstill.studies import toy as toys

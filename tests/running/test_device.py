@@ -16,8 +16,8 @@ from fedstill.core import device, tree
 from fedstill.core.weights import FlatNet
 from fedstill.deployment.site import LocalInputs, Site
 from fedstill.methods import registry
-from fedstill.running.api import Result
 from fedstill.running.directory import RunDirectory
+from fedstill.running.result import Result
 from fedstill.train.task import Samples
 from support.pretend_device import GPU, MixedDevices, place, pretended_gpu
 from support.quick import QUICK, QUICKER, needed

@@ -15,8 +15,8 @@ from fedstill.building.setup import prepare
 from fedstill.building.topology import Hierarchy
 from fedstill.methods import registry
 from fedstill.metrics.records import RoundRecord, value_of
-from fedstill.running.api import Result
 from fedstill.running.callbacks import Callback, RunView
+from fedstill.running.result import Result
 from fedstill.studies.reteach import SavedEpisode
 from support.commandline import fedstill as command
 from support.runs import SMALL, RunSmall, numbers, weights

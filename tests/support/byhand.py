@@ -23,7 +23,7 @@ from fedstill.core.store import Store
 from fedstill.data.federation import from_clients
 from fedstill.methods.base import Method, Server, Uplink
 from fedstill.models import as_classifier
-from fedstill.running.api import Result
+from fedstill.running.result import Result
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs
 from fedstill.train.loop import Batch, Objective

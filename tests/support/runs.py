@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedstill.running.api import Result
+from fedstill.running.result import Result
 
 SMALL: dict[str, Any] = {
     "clients": 6,

@@ -24,8 +24,8 @@ from fedstill.core.weights import FlatNet
 from fedstill.methods.base import Method, Part
 from fedstill.models import Classifier, build
 from fedstill.models.heads import Projected
-from fedstill.running.api import Result
 from fedstill.running.directory import RunDirectory
+from fedstill.running.result import Result
 from fedstill.train.task import Samples
 from support.recorder import Round, record_rounds
 from support.runs import SMALL

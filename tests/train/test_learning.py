@@ -19,6 +19,7 @@ import fedstill
 import fedstill.models
 import fedstill.train.client as client_module
 from fedstill.core import seeds, tree
+from fedstill.core.choices import BufferPolicy
 from fedstill.core.weights import FlatNet
 from fedstill.data.federation import from_clients
 from fedstill.methods.fedprox import FedProx
@@ -215,7 +216,7 @@ def test_buffer_policies(run_small: RunSmall, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["average", "local", "drop"])
-def test_no_evaluation_meets_a_batch_of_one(policy: str) -> None:
+def test_no_evaluation_meets_a_batch_of_one(policy: BufferPolicy) -> None:
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(60, 4, generator=g), torch.arange(60) % 3
     held_out = torch.randn(251, 4, generator=g), torch.arange(251) % 3

@@ -18,9 +18,9 @@ from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
 from fedstill.data.federation import Federation, from_clients
 from fedstill.methods import registry
-from fedstill.running.api import Result
 from fedstill.running.directory import RunDirectory
 from fedstill.running.machine import check_engine
+from fedstill.running.result import Result
 from fedstill.train import together
 from fedstill.train.loop import Objective
 from support.pretend_device import pretended_gpu

@@ -7,16 +7,15 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from fedstill.building.config import Config, read_toml
 from fedstill.building.schema import IRRELEVANT
 from fedstill.core.errors import DataError, SettingError
 from fedstill.core.files import read_json
 from fedstill.metrics.records import EpisodeRecord, RoundRecord
-from fedstill.report.runs import HYPER, Group, RunData, Settings, short, value
+from fedstill.report.runs import HYPER, Group, RunData, flat, short, value
 from fedstill.running import files
 from fedstill.running.directory import RunDirectory
 
@@ -59,18 +58,6 @@ def _accuracies(file: Path) -> list[tuple[int, float]]:
             return [(int(r["test_samples"]), float(r["accuracy"])) for r in csv.DictReader(rows) if r["accuracy"]]
     except (ValueError, TypeError, KeyError, csv.Error) as error:
         raise DataError(f"{file} is damaged: {error}") from error
-
-
-def flat(settings: Settings) -> dict[str, Any]:
-    """Settings with those of tables beside the others.
-
-    >>> flat({"alpha": 1, "hyper": {"mu": 0.1}})
-    {'alpha': 1, 'hyper.mu': 0.1}
-    """
-    found: dict[str, Any] = {}
-    for name, setting in settings.items():
-        found |= {f"{name}.{k}": v for k, v in setting.items()} if isinstance(setting, Mapping) else {name: setting}
-    return found
 
 
 def group_runs(runs: Sequence[RunData], *, free: Collection[str] = IRRELEVANT) -> list[Group]:

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 from fedstill.core.errors import SettingError
+from fedstill.core.table import Table
 from fedstill.methods import registry
-from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Summary, value_of
+from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Summary, scalars, value_of
 from fedstill.metrics.statistics import ENOUGH, Spread
-from fedstill.studies.comparison import TO_TARGET, Row
+from fedstill.studies.comparison import METRICS, TO_TARGET, Row
 
 _INTERVAL = " · interval: 95 % bootstrap of the paired differences, too narrow for few seeds"
 
 
-@dataclass
-class TextTable:
-    """A table to be read; the first column names the rows. A row may be shorter than the columns."""
-
-    title: str
-    columns: tuple[str, ...]
-    caption: str | None = None
-    rows: list[tuple[str, ...]] = field(default_factory=list)
-
-    def add(self, *cells: str) -> None:
-        self.rows.append(cells)
-
-
-def results_table(summaries: Mapping[str, Summary]) -> TextTable:
+def results_table(summaries: Mapping[str, Summary]) -> Table:
     """Finished runs by name, side by side, each followed by the further models that it evaluated."""
-    shown = TextTable(
+    shown = Table(
         "Results",
         ("", "accuracy best", "final", "AMP", "FM", "WLP", "MB moved", "seconds"),
         "final: mean of the last five evaluations · FM: smaller is fairer",
@@ -37,8 +26,10 @@ def results_table(summaries: Mapping[str, Summary]) -> TextTable:
     for name, s in summaries.items():
         moved = (s["bytes_down"] + s["bytes_up"] + s.get("bytes_regions", 0)) / 1e6
         shown.add(name, *_scores(s), f"{moved:.1f}", f"{s['seconds'] + s['eval_seconds']:.1f}")
+        shown.values.append({"run": name, "model": "", **dict(scalars(s))})
         for variant, scores in s.get("also", {}).items():
             shown.add(f"  {variant}", *_scores(scores))
+            shown.values.append({"run": name, "model": variant, **dict(scalars(scores))})
     return shown
 
 
@@ -51,10 +42,10 @@ def _scores(scores: Summary | BestAndFinal) -> list[str]:
     ]
 
 
-def comparison_table(rows: Sequence[Row], *, seeds: int) -> TextTable:
+def comparison_table(rows: Sequence[Row], *, seeds: int) -> Table:
     """Methods by metrics."""
     over = f"mean ± standard deviation of {seeds} seeds · " if seeds > 1 else ""
-    shown = TextTable(
+    shown = Table(
         "Results" + _place(rows[0]),
         ("", "accuracy best", "final", "AMP", "FM", "WLP"),
         f"{over}final: mean of the last five evaluations · FM: smaller is fairer"
@@ -67,15 +58,31 @@ def comparison_table(rows: Sequence[Row], *, seeds: int) -> TextTable:
             _spread(row.spread("final_fm"), 1, 4),
             _spread(row.spread("final_wlp"), 100, 2, " %"),
         )
+        shown.values.append(_means(row))
+    for j, (metric, larger) in enumerate(METRICS.items(), 1):
+        means = [spread.mean if (spread := row.spread(metric)) else None for row in rows]
+        known = [mean for mean in means if mean is not None]
+        best = (max if larger else min)(known) if len(known) > 1 else None
+        shown.best |= {(i, j) for i, mean in enumerate(means) if mean is not None and mean == best}
     return shown
 
 
-def cost_table(rows: Sequence[Row], *, seeds: int) -> TextTable:
+def _means(row: Row) -> dict[str, Any]:
+    """A row as data: mean and standard deviation of every metric."""
+    found: dict[str, Any] = {"method": row.method, "model": row.variant, **row.settings, "seeds": len(row.cells)}
+    for metric in METRICS:
+        spread = row.spread(metric)
+        found[metric] = spread.mean if spread else None
+        found[f"{metric}_std"] = None if spread is None or math.isnan(spread.std) else spread.std
+    return found
+
+
+def cost_table(rows: Sequence[Row], *, seeds: int) -> Table:
     """What each method cost, and by how much it exceeds the first."""
     target = rows[0].cells[0].config.target
     difference = f"final accuracy over {rows[0].name}"
     goal = [f"{what} to {100 * target:g} %" for what in ("rounds", "MB", "s")] if target else []
-    shown = TextTable(
+    shown = Table(
         "Cost" + _place(rows[0]),
         ("", "MB moved", "seconds", *goal, *([difference, "wins"] if seeds > 1 else [])),
         "means over seeds · seconds: beside other runs" + (_INTERVAL if seeds >= ENOUGH else ""),
@@ -98,12 +105,12 @@ def cost_table(rows: Sequence[Row], *, seeds: int) -> TextTable:
     return shown
 
 
-def episodes_table(records: Sequence[RoundRecord]) -> TextTable:
+def episodes_table(records: Sequence[RoundRecord]) -> Table:
     """The episodes of a run with regions: what each region's model did before and after its end."""
     ends = [(record["round"], record["episode"]) for record in records if "episode" in record]
     after = {record["round"]: record.get("teachers_after", {}) for record in records}
     regions = list(dict.fromkeys(name for _, episode in ends for name in episode["regions"]))
-    shown = TextTable(
+    shown = Table(
         "Episodes",
         ("", "round", "stage", "disagreement", *regions, "global model", "server s"),
         "accuracy of each region's model: before the aggregation of regions → one round after it",
@@ -129,12 +136,12 @@ def _before_and_after(before: Mapping[str, EpisodeModel], after: Mapping[str, fl
     return percent(before[region]["accuracy"]) + ("" if later is None else f" → {percent(later)}")
 
 
-def reliability_table(episode: EpisodeRecord, classes: Sequence[str]) -> TextTable:
+def reliability_table(episode: EpisodeRecord, classes: Sequence[str]) -> Table:
     """How reliable each region's model is on each class, at an episode's end."""
     if "reliability" not in episode:
         raise SettingError("--classes: no reliability was measured; lkd and f2l do")
     title = "Reliability (AUC) of each region on each class, last episode"
-    shown = TextTable(title, ("class", *episode["regions"]))
+    shown = Table(title, ("class", *episode["regions"]))
     for name, *values in zip(classes, *episode["reliability"], strict=True):
         shown.add(name, *(f"{value:.3f}" for value in values))
     return shown

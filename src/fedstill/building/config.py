@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from fedstill.building.schema import (
     CHANGEABLE,
     DIVISION,
@@ -21,8 +19,9 @@ from fedstill.building.schema import (
     RegionSettings,
     fixed,
 )
+from fedstill.building.suggestions import unknown_setting
 from fedstill.core import custom, device
-from fedstill.core.errors import SettingError, unknown
+from fedstill.core.errors import SettingError
 from fedstill.data import augment, sources
 from fedstill.methods import registry
 
@@ -51,25 +50,17 @@ def anchored(config: Config) -> Config:
         value = getattr(config, name)
         files = name in ("data", "proxy", "tokenizer")
         if custom.is_reference(value):
-            update[name] = _anchored(value)
+            update[name] = custom.anchored(value)
         elif files and value and value not in sources.names() and Path(value).expanduser().exists():
             update[name] = str(Path(value).expanduser().resolve())
     folder = config.model_options.get("pretrained")
     if isinstance(folder, str) and Path(folder).expanduser().is_dir():
         update["model_options"] = config.model_options | {"pretrained": str(Path(folder).expanduser().resolve())}
-    update["region"] = [r.model_copy(update={"method": _anchored(r.method)}) for r in config.region]
+    update["region"] = [r.model_copy(update={"method": custom.anchored(r.method)}) for r in config.region]
     data_dir = config.data_dir or os.environ.get("FEDSTILL_DATA", "")
     if data_dir:
         update["data_dir"] = str(Path(data_dir).expanduser().resolve())
     return config.model_copy(update=update)
-
-
-def _anchored(reference: str) -> str:
-    """`file.py:object` with the whole path of the file; anything else as it is."""
-    if not custom.is_reference(reference):
-        return reference
-    file, _, rest = reference.rpartition(":")
-    return f"{Path(file).expanduser().resolve()}:{rest}"
 
 
 def resolve(
@@ -102,12 +93,9 @@ def resolve(
         own, hyper = [p.name for p in registry.hyper_parameters(method)], registry.with_new_names(method, hyper)
         for key in hyper:
             if key not in own:
-                raise unknown("setting", key, [*own, *Config.model_fields])
+                raise unknown_setting(key, [*own, *Config.model_fields])
         merged["hyper"] = registry.settings_of(registry.make(method, hyper))
-    try:
-        config = Config.model_validate(merged)
-    except ValidationError as error:
-        raise SettingError(registry.explain(error)) from error
+    config = Config.model_validate(merged)
     augment.parse(config.augment)
     device.check(config.device)
     return config
@@ -144,7 +132,7 @@ def _regions(tables: Any, method: str) -> list[dict[str, Any]]:
         own = own if is_object(runs) else registry.with_new_names(runs, own)
         for key in own:
             if key not in known:
-                raise unknown("setting of a region", key, [*known, *RegionSettings.model_fields])
+                raise unknown_setting(key, [*known, *RegionSettings.model_fields], "setting of a region")
         found.append(plain | {"hyper": own})
     return found
 

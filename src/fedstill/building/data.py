@@ -24,7 +24,7 @@ from fedstill.train.task import Samples
 
 def load_data(config: Config, tokenizer: str = "") -> Dataset:
     """The dataset that the configuration names, images at the size that the model needs, text in a model's tokens."""
-    if custom.is_reference(config.data):
+    if custom.is_own(config.data, "datasets"):
         return made_dataset(config.data)
     if is_text(config.data):
         tokenizer = tokenizer or wanted_tokenizer(config)
@@ -67,7 +67,7 @@ def encoder_of(config: Config) -> str:
 
 def made_dataset(reference: str) -> Dataset:
     """What a user's function makes."""
-    made = custom.call(reference)
+    made = custom.call(reference, kind="datasets")
     if not isinstance(made, Dataset):
         raise SettingError(
             f"{reference} returns a {type(made).__name__}; it must return a fedstill.Dataset "
@@ -78,7 +78,7 @@ def made_dataset(reference: str) -> Dataset:
 
 def wanted_size(config: Config) -> int:
     """The side that images should have: what is set, else what the model needs; 0: as they are."""
-    own = custom.is_reference(config.model) or is_object(config.model)
+    own = custom.is_own(config.model, "models") or is_object(config.model)
     return config.image_size or (0 if own else image_size(config.model) or 0)
 
 
@@ -125,7 +125,7 @@ def load_proxy(config: Config, given: Dataset | None, target: Dataset) -> Datase
     size = target.shape[-1] if len(target.shape) == 3 else 0
     if given is not None:
         return sized(given, size)
-    if custom.is_reference(config.proxy):
+    if custom.is_own(config.proxy, "datasets"):
         return sized(made_dataset(config.proxy), size)
     if config.proxy == config.data:
         raise SettingError(

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    NonNegativeInt,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
+from fedstill.building.suggestions import unknown_setting
 from fedstill.core.choices import ALPHA, SMALLEST_VOCABULARY, AttackKind, BufferPolicy, Precision
+from fedstill.core.errors import SettingError, explain
+
+if TYPE_CHECKING:
+    from fedstill.building.keywords import Settings
 
 IMAGE_MODEL, TEXT_MODEL = "lenet5", "transformer"  # unless another is named
+_BOUNDS = {"gt": "above {:g}", "ge": "at least {:g}", "lt": "below {:g}", "le": "at most {:g}"}
 TEXT_TRAINING = {"optimizer": "adam", "lr": 0.001}  # unless either is set: plain SGD hardly moves embeddings
 
 
@@ -46,6 +61,30 @@ class Config(BaseModel):
     """Every setting of a run, with its default and meaning. A method's own are in `hyper`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    if TYPE_CHECKING:  # for type checkers, which do not see the defaults of fields
+
+        def __init__(
+            self,
+            *,
+            method: str = ...,
+            data: str = ...,
+            model: str = ...,
+            proxy: str = ...,
+            **settings: Unpack[Settings],
+        ) -> None: ...
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_one_line(cls, given: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        """What is wrong, as every other setting that is: a SettingError in one line."""
+        for name in given if isinstance(given, Mapping) else ():
+            if name not in cls.model_fields:
+                raise unknown_setting(str(name), cls.model_fields)
+        try:
+            return check(given)
+        except ValidationError as error:
+            raise SettingError(explain(error)) from error
 
     method: str = Field("fedavg", description="method id, or file.py:Class")
     # data partition
@@ -198,9 +237,10 @@ class Config(BaseModel):
         """What each region has of its own, if anything."""
         return self.region or [RegionSettings.model_validate({})] * self.regions
 
-    def toml(self) -> str:
-        """The configuration as TOML, all settings written out."""
-        return tomli_w.dumps(_writable(self.model_dump()))
+    def toml(self, *, comments: bool = False) -> str:
+        """The configuration as TOML, all settings written out; with `comments`, each with its meaning."""
+        text = tomli_w.dumps(_writable(self.model_dump()))
+        return "".join(map(_commented, text.splitlines(keepends=True))) if comments else text
 
 
 # Settings of the data partition: of no use where the data are divided already.
@@ -231,9 +271,40 @@ CHANGEABLE = {
 IRRELEVANT = CHANGEABLE - {"rounds", "eval_every"}
 
 
+def meaning(field: FieldInfo) -> str:
+    """What a setting means, with its default and its bounds.
+
+    >>> meaning(Config.model_fields["epochs"])
+    'Local epochs a round. [default: 5; at least 1]'
+    """
+    text = field.description or ""
+    default = "" if field.default_factory or field.default == "" else f"default: {field.default}"
+    limits = "; ".join(part for part in (default, bounds(field)) if part)
+    return f"{text[:1].upper()}{text[1:]}." + (f" [{limits}]" if limits else "")
+
+
+def bounds(field: FieldInfo) -> str:
+    """What values a setting may have, in words; empty: any of its type."""
+    if get_origin(field.annotation) is Literal:
+        return ", ".join(value or "none" for value in get_args(field.annotation))
+    return ", ".join(
+        words.format(getattr(bound, key))
+        for bound in field.metadata
+        for key, words in _BOUNDS.items()
+        if hasattr(bound, key)
+    )
+
+
 def fixed(config: Config) -> dict[str, str]:
     """The settings that must stay the same while a run goes on, as text."""
     return {name: repr(value) for name, value in config.model_dump().items() if name not in CHANGEABLE}
+
+
+def _commented(line: str) -> str:
+    """A line of TOML below what its setting means; inside tables, settings are not those of the run."""
+    name = line.partition(" = ")[0].strip("[]\n")
+    field = Config.model_fields.get(name)
+    return f"# {meaning(field)}\n{line}" if field else line
 
 
 def _writable(node: Any) -> Any:

@@ -77,7 +77,7 @@ def network_maker(config: Config, dataset: Dataset, method: Method, model: Netwo
     if model is not None:
         made = model
         return lambda: method.network(as_classifier(made()))
-    if custom.is_reference(config.model):
+    if custom.is_own(config.model, "models"):
         return lambda: method.network(as_classifier(_own_network(config.model, shape, classes)))
     vocabulary = dataset.vocabulary
     return lambda: method.network(build(config.model, shape, classes, vocabulary=vocabulary, **config.model_options))
@@ -85,7 +85,7 @@ def network_maker(config: Config, dataset: Dataset, method: Method, model: Netwo
 
 def _own_network(reference: str, shape: tuple[int, ...], classes: int) -> nn.Module:
     """What a user's function makes of the shape of a sample and the number of classes."""
-    made = custom.call(reference, shape, classes)
+    made = custom.call(reference, shape, classes, kind="models")
     if not isinstance(made, nn.Module):
         raise SettingError(f"{reference} returns a {type(made).__name__}; it must return a torch.nn.Module")
     return made

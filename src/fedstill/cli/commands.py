@@ -13,13 +13,14 @@ from rich.progress import track
 from rich.table import Table
 
 from fedstill import data as datasets_
-from fedstill.analysis.tables import TextTable, episodes_table, percent, reliability_table, results_table
+from fedstill.analysis.tables import episodes_table, percent, reliability_table, results_table
 from fedstill.building.config import Config, is_config_file, parse_assignments, parse_sweeps, read_toml, resolve
 from fedstill.building.data import divide, load_data
 from fedstill.building.setup import prepare
 from fedstill.cli.failure import Halted
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import read_json
+from fedstill.core.table import Table as TextTable
 from fedstill.data.dataset import Dataset
 from fedstill.methods import registry
 from fedstill.methods.base import Part
@@ -29,6 +30,7 @@ from fedstill.running.callbacks import Callback
 from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import prepare_again
 from fedstill.running.progress import Progress
+from fedstill.running.result import Result
 from fedstill.running.rollback import rollback as go_back
 from fedstill.running.tensorboard import TensorBoard
 from fedstill.studies.reteach import SavedEpisode
@@ -75,7 +77,7 @@ def _callbacks(display: Progress, *, tensorboard: bool) -> list[Callback]:
     return [display, TensorBoard()] if tensorboard else [display]
 
 
-def _show_result(result: api.Result, config: Config, path: Path) -> None:
+def _show_result(result: Result, config: Config, path: Path) -> None:
     """The table and the curves of a run that has ended."""
     print_table(results_table({config.method: result.summary}), no_wrap=True)
     from fedstill.report.curves import curves

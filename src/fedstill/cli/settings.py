@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from fedstill.building.schema import Config
+from fedstill.building.schema import Config, meaning
 
 Settings = dict[str, Any]  # the settings that were given as flags, by name
 PARTITION, TRAINING, RUNNING = "Data partition", "Training", "Running"  # panels of the help
@@ -19,7 +19,6 @@ _PANELS = {
     TRAINING: ("rounds", "participation", "epochs", "batch_size", "lr", "model"),
 }
 _PARAMETER = "settings"
-_BOUNDS = {"gt": "above {:g}", "ge": "at least {:g}", "lt": "below {:g}", "le": "at most {:g}"}
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -58,17 +57,7 @@ def help_text(field: FieldInfo) -> str:
     >>> help_text(Config.model_fields["epochs"])
     'Local epochs a round. \\\\[default: 5; at least 1]'
     """
-    text = field.description or ""
-    bounds = [
-        words.format(getattr(bound, key))
-        for bound in field.metadata
-        for key, words in _BOUNDS.items()
-        if hasattr(bound, key)
-    ]
-    default = f"default: {field.default}" if field.default != "" else ""
-    limits = "; ".join(part for part in (default, ", ".join(bounds)) if part)
-    shown = f"{text[:1].upper()}{text[1:]}." + (f" [{limits}]" if limits else "")
-    return shown.replace("[", r"\[")  # no markup
+    return meaning(field).replace("[", r"\[")  # no markup
 
 
 def _flag(name: str) -> inspect.Parameter:

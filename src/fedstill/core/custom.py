@@ -1,12 +1,14 @@
-"""Things that users bring in files of their own: `./mine.py:MyMethod`."""
+"""Things that users bring: in files of their own, `./mine.py:MyMethod`, or in packages, by entry points."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import re
 import sys
 import traceback
 import zlib
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,8 +25,68 @@ def is_reference(name: str) -> bool:
     return ".py:" in name
 
 
-def load(reference: str) -> Any:
-    """The object that `file.py:object` names."""
+def parts(name: str) -> list[str]:
+    """`a+./b.py:C+d` as its parts; a `+` in the path of a file does not count.
+
+    >>> parts("fedgkd+./mine.py:MyServer+t1")
+    ['fedgkd', './mine.py:MyServer', 't1']
+    >>> parts("./a+b/mine.py:Mine+t1")
+    ['./a+b/mine.py:Mine', 't1']
+    """
+    found: list[str] = []
+    for word in name.split("+"):
+        found.append(word)
+        if not is_reference(word):
+            continue
+        for first in range(len(found) - 1):
+            whole = "+".join(found[first:])
+            begun = re.search(r"[/~.]", found[first]) and not is_reference(found[first])
+            if begun or _file(whole).is_file():
+                found[first:] = [whole]
+                break
+    return found
+
+
+def anchored(name: str) -> str:
+    """The same with the whole path of every file."""
+    return "+".join(f"{_file(part)}:{part.rpartition(':')[2]}" if is_reference(part) else part for part in parts(name))
+
+
+def files(name: str) -> list[Path]:
+    """The files that a name refers to."""
+    return [_file(part) for part in parts(name) if is_reference(part)]
+
+
+def _file(reference: str) -> Path:
+    return Path(reference.rpartition(":")[0]).expanduser().resolve()
+
+
+@cache
+def installed(kind: str) -> dict[str, importlib.metadata.EntryPoint]:
+    """What packages register as `fedstill.methods`, `fedstill.models` or `fedstill.datasets`, by name."""
+    return {point.name: point for point in importlib.metadata.entry_points(group=f"fedstill.{kind}")}
+
+
+def is_own(name: str, kind: str) -> bool:
+    """Whether a name is of a file of the user's, or of something that a package registers."""
+    return is_reference(name) or name in installed(kind)
+
+
+def _registered(kind: str, name: str) -> Any:
+    point = installed(kind)[name]
+    try:
+        return point.load()
+    except Exception as error:
+        package = point.dist.name if point.dist else "a package"
+        raise SettingError(
+            f"{name}, which {package} registers as {point.value}, cannot be loaded: {summary(error)}"
+        ) from error
+
+
+def load(reference: str, kind: str = "") -> Any:
+    """The object that `file.py:object` names, or that a package registers under a name of this kind."""
+    if kind and not is_reference(reference):
+        return _registered(kind, reference)
     file, _, name = reference.rpartition(":")
     path = Path(file).expanduser().resolve()
     if not path.is_file():
@@ -38,9 +100,9 @@ def load(reference: str) -> Any:
     return getattr(module, name)
 
 
-def call(reference: str, *arguments: Any) -> Any:
-    """What the function that `file.py:function` names gives for these arguments."""
-    function = load(reference)
+def call(reference: str, *arguments: Any, kind: str = "") -> Any:
+    """What the function that `file.py:function` names, or that a package registers, gives for these arguments."""
+    function = load(reference, kind)
     if not callable(function):
         raise SettingError(f"{reference} is not a function")
     try:

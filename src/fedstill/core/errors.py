@@ -6,6 +6,10 @@ import difflib
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -32,6 +36,16 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> SettingError:
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     hint = "did you mean " + " or ".join(map(repr, close)) + "?" if close else "known: " + ", ".join(known)
     return SettingError(f"unknown {kind} {name!r}; {hint}")
+
+
+def explain(error: ValidationError) -> str:
+    """A validation error as one line: each setting, its value, what is allowed."""
+    lines = []
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"]).rstrip("_")
+        text = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        lines.append(f"{where} = {problem['input']!r}: {text}" if where else text)
+    return "; ".join(lines)
 
 
 def in_one_line(error: BaseException) -> str:

@@ -27,8 +27,7 @@ def files_of(settings: Mapping[str, Any]) -> list[Path]:
     tables = settings.get("region", [])
     named = [settings.get(name) for name in ("method", "model", "data", "proxy")]
     named += [table.get("method") for table in tables if isinstance(table, Mapping)] if isinstance(tables, list) else []
-    references = [name for name in named if isinstance(name, str) and custom.is_reference(name)]
-    return list(dict.fromkeys(Path(name.rpartition(":")[0]).expanduser().resolve() for name in references))
+    return list(dict.fromkeys(file for name in named if isinstance(name, str) for file in custom.files(name)))
 
 
 def record(directory: Path, settings: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from fedstill.building.config import Config, read_toml
 from fedstill.building.task import network_maker
 from fedstill.core import custom
-from fedstill.core.errors import SettingError, unknown
+from fedstill.core.errors import SettingError, explain, unknown
 from fedstill.core.files import read_json, write_json
 from fedstill.core.reports import Code, Refusal
 from fedstill.data.dataset import Dataset
@@ -71,9 +71,9 @@ def read(path: Path | None, **given: Any) -> Policy:
     try:
         policy = TypeAdapter(Policy).validate_python(found)
     except ValidationError as error:
-        raise SettingError(f"{path or 'policy'}: {registry.explain(error)}") from error
+        raise SettingError(f"{path or 'policy'}: {explain(error)}") from error
     for name in policy.allow:
-        for part in [] if custom.is_reference(name) else name.split("+"):
+        for part in [] if custom.is_reference(name) else registry.split(name):
             if part not in (methods := [*registry.names(), *registry.modifiers()]):
                 raise unknown("method", part, methods)
     return policy

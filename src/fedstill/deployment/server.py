@@ -40,6 +40,7 @@ from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import check_inputs, save_inputs, saved_tokenizer
 from fedstill.running.logfile import logging_to
 from fedstill.running.loop import RoundLoop, refuse_changes
+from fedstill.running.result import Result
 from fedstill.running.rollback import ROLLBACKS
 from fedstill.running.uplinks import fewest_answers
 
@@ -182,7 +183,7 @@ def serve(
     callbacks: Sequence[Callback] = (),
     regional: bool = False,
     revoked: Collection[str] = (),
-) -> api.Result:
+) -> Result:
     """Run a federation of sites, or continue it if it was begun in `out`.
 
     `regional`: each name is a regional server, with sites of its own. `pause` gets the missing sites (and why, if

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
 from fedstill.core import custom
-from fedstill.core.errors import SettingError, unknown
+from fedstill.core.errors import SettingError, explain, unknown
 from fedstill.methods.base import Method
 from fedstill.methods.modifier import Modifier
 
@@ -71,8 +71,8 @@ log = logging.getLogger(__name__)
 
 
 def names() -> list[str]:
-    """Every method there is."""
-    return list(_METHODS)
+    """Every method there is, those of installed packages last."""
+    return [*_METHODS, *(name for name in custom.installed("methods") if name not in _METHODS)]
 
 
 def modifiers() -> list[str]:
@@ -82,8 +82,18 @@ def modifiers() -> list[str]:
 
 def find(name: str) -> list[type[Method]]:
     """The classes that a name stands for: a method, by its id or as `file.py:Class`, and what is composed with it."""
-    first, *others = split(name)
-    return [_method(first), *(_composed(other, first) for other in others)]
+    words = split(name)
+    return [_method(words[0]), *(_composed(word, words[:i]) for i, word in enumerate(words) if i)]
+
+
+def find_part(name: str) -> type[Method]:
+    """The class of one method or modifier."""
+    return _class(name, "method", _METHODS | _MODIFIERS)
+
+
+def own_names(part: str) -> list[str]:
+    """The names of the settings of one method or modifier by its id."""
+    return [parameter.name for parameter in own_settings(find_part(part))]  # type: ignore[arg-type]
 
 
 def default_regions(parts: Sequence[Method | type[Method]]) -> int:
@@ -91,33 +101,41 @@ def default_regions(parts: Sequence[Method | type[Method]]) -> int:
     return max(part.default_regions for part in parts)
 
 
-def split(name: str) -> list[str]:
-    """`a+b+c` as its parts; a `+` in the path of a file does not count."""
-    file, colon, last = name.rpartition(":")
-    first, *others = last.split("+")
-    return [file + colon + first, *others]
+split = custom.parts
 
 
-def _composed(name: str, first: str) -> type[Method]:
+def _composed(name: str, before: Sequence[str]) -> type[Method]:
     """What may stand after a `+`: a modifier, or a method that works on the server after any other."""
-    found = _import(_MODIFIERS | _METHODS, "modifier or server side", name)
-    if not issubclass(found, Modifier):
-        raise SettingError(f"{name!r} is a client side and cannot follow a +; perhaps {name}+{first}?")
-    return found
+    found = _class(name, "modifier or server side", _MODIFIERS | _METHODS)
+    if issubclass(found, Modifier):
+        return found
+    first, *others = before
+    alone = "+".join((name, *others)) if first == "fedavg" else "+".join((name, *before))
+    if first != "fedavg" and not issubclass(_method(first), Modifier):
+        instead = f"there can be one, {first!r} or {name!r}"
+    else:
+        instead = f"it comes first: {alone}"
+    raise SettingError(f"{name!r} is a client side and cannot follow a +; {instead}")
 
 
 def _method(name: str) -> type[Method]:
-    if not custom.is_reference(name):
-        return _import(_METHODS, "method", name)
-    found = custom.load(name)
+    return _class(name, "method", _METHODS)
+
+
+def _class(name: str, kind: str, known: Mapping[str, str]) -> type[Method]:
+    if not custom.is_own(name, "methods"):
+        return _import(known, kind, name)
+    found = custom.load(name, "methods")
     if not (isinstance(found, type) and issubclass(found, Method) and dataclasses.is_dataclass(found)):
-        raise SettingError(f"{name} is not a method: derive a @dataclass(frozen=True) from fedstill.FedAvg")
+        raise SettingError(
+            f"{name} is not a method: derive a @dataclass(frozen=True) from fedstill.FedAvg, ServerSide or Modifier"
+        )
     return found
 
 
-def _import(known: dict[str, str], kind: str, name: str) -> type[Method]:
+def _import(known: Mapping[str, str], kind: str, name: str) -> type[Method]:
     if name not in known:
-        raise unknown(kind, name, known)
+        raise unknown(kind, name, [*known, *custom.installed("methods")])
     module, _, cls = known[name].partition(":")
     loaded: type[Method] = getattr(importlib.import_module(f"fedstill.methods.{module}"), cls)
     return loaded
@@ -143,7 +161,7 @@ def hyper_parameters(name: str) -> list[HyperParameter]:
 
 def _by_part(parts: list[type[Method]], *, before: bool = False) -> list[list[HyperParameter]]:
     """Each part's settings, by the names they have now or had before; one that several have, with the method's id."""
-    plain = [_own(part) for part in parts]  # type: ignore[arg-type]  # mypy means instances
+    plain = [own_settings(part) for part in parts]  # type: ignore[arg-type]  # mypy means instances
     if before:
         plain = [
             tuple(dataclasses.replace(p, name=_renamed(part).get(p.name, p.name)) for p in own)
@@ -197,7 +215,8 @@ def with_old_names(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _own(method: type[Method]) -> tuple[HyperParameter, ...]:
+def own_settings(method: type[Method]) -> tuple[HyperParameter, ...]:
+    """The settings of one class, under the names users write."""
     hints = get_type_hints(method, include_extras=True)
     found = []
     for field in dataclasses.fields(method):
@@ -251,16 +270,6 @@ def checked(method: Method) -> Method:
     if isinstance(made, Modifier) and isinstance(method, Modifier):
         return dataclasses.replace(made, inner=checked(method.inner))
     return made
-
-
-def explain(error: ValidationError) -> str:
-    """A validation error as one line: each setting, its value, what is allowed."""
-    lines = []
-    for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"]).rstrip("_")
-        text = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        lines.append(f"{where} = {problem['input']!r}: {text}" if where else text)
-    return "; ".join(lines)
 
 
 def settings_of(method: Method) -> dict[str, Any]:

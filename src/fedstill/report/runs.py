@@ -51,6 +51,18 @@ class Group:
         return self.name if len(self.runs) == 1 else f"{self.name} ({len(self.runs)} seeds)"
 
 
+def flat(settings: Settings) -> dict[str, Any]:
+    """Settings with those of tables beside the others.
+
+    >>> flat({"alpha": 1, "hyper": {"mu": 0.1}})
+    {'alpha': 1, 'hyper.mu': 0.1}
+    """
+    found: dict[str, Any] = {}
+    for name, setting in settings.items():
+        found |= {f"{name}.{k}": v for k, v in setting.items()} if isinstance(setting, Mapping) else {name: setting}
+    return found
+
+
 def short(setting: str) -> str:
     """A setting's name without the table that it is in."""
     return setting.removeprefix(HYPER)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import Any, Unpack
 
 from fedstill.building.config import (
     DIVISION,
@@ -18,6 +16,7 @@ from fedstill.building.config import (
     is_object,
     resolve,
 )
+from fedstill.building.keywords import Keywords
 from fedstill.building.setup import Setup, prepare
 from fedstill.building.task import Network
 from fedstill.core import device as devices
@@ -28,7 +27,6 @@ from fedstill.engine.base import Engine
 from fedstill.engine.worker import Worker
 from fedstill.methods import registry
 from fedstill.methods.base import Method
-from fedstill.metrics.records import RoundRecord, Summary
 from fedstill.running import files
 from fedstill.running.callbacks import Callback
 from fedstill.running.directory import RunDirectory
@@ -36,48 +34,50 @@ from fedstill.running.inputs import prepare_again, save_inputs
 from fedstill.running.logfile import logging_to
 from fedstill.running.loop import RoundLoop
 from fedstill.running.machine import check_engine
+from fedstill.running.progress import Progress, in_notebook
+from fedstill.running.result import Result
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a run came to."""
-
-    summary: Summary  # as in summary.json
-    records: list[RoundRecord]  # as in metrics.jsonl
-    model: nn.Module  # the trained network: yours, if you brought one; untrained if the method has no global model
-    path: Path | None  # the run directory, if it was kept
-
-
 def run(
-    method: str | Method = "fedavg",
+    method: str | Method | Config = "fedavg",
     *,
-    data: str | Dataset | Federation = "fashion-mini",
+    data: str | Dataset | Federation | None = None,
     model: str | Network | None = None,
-    proxy: str | Dataset = "",
+    proxy: str | Dataset | None = None,
     out: str | Path | None = None,
     force: bool = False,
     callbacks: Sequence[Callback] = (),
-    **settings: Any,
+    progress: bool | None = None,
+    **settings: Unpack[Keywords],
 ) -> Result:
     """Train a federation.
 
-    `data` and `model` are names or objects of your own (see `fedstill.from_arrays`); without a model it is LeNet-5,
-    on text a small Transformer, trained by Adam. `settings` are those of `fedstill run` and the method's own. Without
-    `out` nothing is kept on disk.
+    `method` is a name, an object, or a `Config` with all settings. `data` and `model` are names or objects of your own
+    (see `fedstill.from_arrays`); without them it is "fashion-mini" and LeNet-5, on text a small Transformer, trained
+    by Adam. `settings` are those of `fedstill settings` and the method's own, which may also stand in `hyper`. Without
+    `out` nothing is kept on disk. `progress` shows how the run goes on; by default it does in a notebook.
 
     >>> result = run("fedprox", rounds=1, clients=4, epochs=1, mu=0.1, fraction=0.05, engine="inline")
     >>> result.summary["rounds"]
     1
     """
-    config = _config(method, data, model, proxy, settings)
+    given: dict[str, Any] = dict(settings)
+    if isinstance(method, Config):
+        # What its maker left open is filled in as if it had been left open here.
+        given, method = method.model_dump(exclude_unset=True) | given, method.method
+        for name, value in (("data", data), ("model", model), ("proxy", proxy)):
+            if value is None and is_object(str(given.get(name, ""))):
+                raise SettingError(f"{name}: the Config was made with an object, {given[name]}; give it again")
+    config = _config(method, {"data": data, "model": model, "proxy": proxy}, given)
     own: dict[str, Any] = {
-        "proxy": None if isinstance(proxy, str) else proxy,
-        "method": None if isinstance(method, str) else method,
-        "data": None if isinstance(data, str) else data,
-        "model": None if isinstance(model, str) else model,
+        name: value
+        for name, value in (("method", method), ("data", data), ("model", model), ("proxy", proxy))
+        if not isinstance(value, str)
     }
+    if in_notebook() if progress is None else progress:
+        callbacks = [Progress(), *callbacks]
     if out is not None:
         return run_config(config, Path(out), force=force, callbacks=callbacks, **own)
     with tempfile.TemporaryDirectory(prefix="fedstill-") as folder:
@@ -114,11 +114,14 @@ def resume(
     rounds: int | None = None,
     device: str | None = None,
     callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
 ) -> Result:
     """Continue a run where it stopped, or with more `rounds` after it ended, on another `device` if one is named.
 
-    Objects must be given again.
+    Objects must be given again, and callbacks, which go on from their own state.
     """
+    if in_notebook() if progress is None else progress:
+        callbacks = [Progress(), *callbacks]
     directory = RunDirectory.open(Path(path))
     try:
         if directory.served:
@@ -163,21 +166,21 @@ def run_in_directory(
                 log.info("%s", warning)
             loop = loop_class(setup, directory, callbacks, engine)
             summary = loop.run()
-            return Result(summary, loop.records, loop.trained(), directory.path)
+            return Result(summary, loop.records, loop.trained(), directory.path, setup.config, loop.client_columns)
     finally:
         directory.release()
 
 
-def _config(
-    method: str | Method, data: str | Dataset | Federation, model: object, proxy: object, settings: dict[str, Any]
-) -> Config:
+def _config(method: str | Method, objects: Mapping[str, object], settings: dict[str, Any]) -> Config:
+    """The configuration, in which an object is named by its class."""
+    data = objects["data"]
     if isinstance(data, Federation):
         if settled := sorted(DIVISION & set(settings)):
             raise SettingError(f"{settled[0]} cannot be set: the data are a Federation, divided already")
         settings = settings | {"clients": data.clients, "partition": "natural"}
     dataset = data.dataset if isinstance(data, Federation) else data
     text = isinstance(dataset, Dataset) and dataset.vocabulary > 0
-    named = {"method": method, "data": data, "proxy": proxy} | ({} if model is None else {"model": model})
+    named: dict[str, object] = {"method": method} | {name: v for name, v in objects.items() if v is not None}
     for name, value in named.items():
         if not isinstance(value, str):
             named[name] = f"<{getattr(value, '__name__', type(value).__name__)}>"

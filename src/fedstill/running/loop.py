@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
@@ -87,6 +88,7 @@ class RoundLoop:
         self._able: dict[int, IntArray] = {}
         self._active_since_checkpoint: set[int] = set()
         self.update_norms: dict[str, History] = {}  # of what clients elsewhere sent, by region
+        self.client_columns: dict[str, NDArray[Any]] = {}  # as in clients.csv, once the run has ended
         self._last: dict[str, int] = {}  # what crossed after the last round
         self._stop = ""  # the callback that wants the run to end
         self._chosen: Tensor | None = None  # the result, if a callback chose another than the last model
@@ -482,6 +484,12 @@ class RoundLoop:
     def _write_results(self, summary: Summary, evaluation: Evaluation | None) -> None:
         federation, rows = self.setup.federation, io.BytesIO()  # lines as objects would take more than all else
         local = evaluation.fair.local if evaluation else np.full(federation.clients, np.nan)
+        self.client_columns = {
+            "client": np.array(federation.names or range(federation.clients)),
+            "train_samples": federation.sizes,
+            "test_samples": federation.test_sizes,
+            "accuracy": np.asarray(local, dtype=float),
+        }
         rows.write(b"client,train_samples,test_samples,accuracy\n")
         names = federation.names or map(str, range(federation.clients))
         for name, n, m, accuracy in zip(names, federation.sizes, federation.test_sizes, local, strict=True):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedstill.building.config import Config, resolve
-from fedstill.core.errors import SettingError, in_one_line, unknown
+from fedstill.core.errors import SettingError, explain, in_one_line, unknown
 from fedstill.methods import registry
 
 Scale = Literal["paper", "cpu"]
@@ -133,7 +133,7 @@ def parsed(name: str, text: str) -> Preset:
     try:
         return Preset.model_validate(_whole(tomllib.loads(text)))
     except ValidationError as error:
-        raise SettingError(f"preset {name}: {registry.explain(error)}") from error
+        raise SettingError(f"preset {name}: {explain(error)}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SettingError(f"preset {name} is damaged: {in_one_line(error)}") from error
 

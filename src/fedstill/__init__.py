@@ -12,12 +12,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedstill.aggregate.mean import weighted_mean
+    from fedstill.analysis.comparing import Comparison, compare
+    from fedstill.analysis.listings import Partition, list_methods, list_presets, list_settings, partition
+    from fedstill.analysis.reproducing import Reproduction, reproduce
     from fedstill.building.schema import Config
     from fedstill.core.errors import DataError, FedstillError, SettingError
+    from fedstill.core.table import Table
     from fedstill.data import Dataset, Split, from_arrays, from_torch, load
     from fedstill.data.federation import Federation, federate, from_clients
+    from fedstill.distill.stage import match_probabilities, mean_logits
     from fedstill.methods.base import Part, Server, Uplink, Wire
     from fedstill.methods.fedavg import FedAvg
+    from fedstill.methods.kinds import Kind
+    from fedstill.methods.modifier import Modifier
+    from fedstill.methods.server_side import Distilling, ServerSide
+    from fedstill.metrics.records import EpisodeRecord, RoundRecord, Scores, Summary
     from fedstill.models import Classifier
     from fedstill.running.api import resume, run
     from fedstill.running.callbacks import Callback, CallbackError, RunView
@@ -28,27 +38,39 @@ if TYPE_CHECKING:
     from fedstill.train.client import Client
     from fedstill.train.loop import Objective
     from fedstill.train.losses import kl
+    from fedstill.train.task import LocalTraining, Samples, Task
 
 __version__ = "0.1.0"
 
 # Loaded when first used, so that `import fedstill` and `fedstill --help` do not wait for PyTorch.
 _HOMES = {
+    "fedstill.aggregate.mean": ("weighted_mean",),
+    "fedstill.analysis.comparing": ("Comparison", "compare"),
+    "fedstill.analysis.listings": ("Partition", "list_methods", "list_presets", "list_settings", "partition"),
+    "fedstill.analysis.reproducing": ("Reproduction", "reproduce"),
+    "fedstill.building.schema": ("Config",),
     "fedstill.core.errors": ("DataError", "FedstillError", "SettingError"),
+    "fedstill.core.table": ("Table",),
     "fedstill.data": ("Dataset", "Split", "from_arrays", "from_torch", "load"),
     "fedstill.data.federation": ("Federation", "federate", "from_clients"),
-    "fedstill.building.schema": ("Config",),
+    "fedstill.distill.stage": ("match_probabilities", "mean_logits"),
+    "fedstill.methods.base": ("Part", "Server", "Uplink", "Wire"),
+    "fedstill.methods.fedavg": ("FedAvg",),
+    "fedstill.methods.kinds": ("Kind",),
+    "fedstill.methods.modifier": ("Modifier",),
+    "fedstill.methods.server_side": ("Distilling", "ServerSide"),
+    "fedstill.metrics.records": ("EpisodeRecord", "RoundRecord", "Scores", "Summary"),
+    "fedstill.models": ("Classifier",),
     "fedstill.running.api": ("resume", "run"),
-    "fedstill.running.result": ("Result",),
     "fedstill.running.callbacks": ("Callback", "CallbackError", "RunView"),
     "fedstill.running.monitors": ("Budget", "CSVLog", "EarlyStopping", "SaveBest"),
     "fedstill.running.progress": ("Progress",),
+    "fedstill.running.result": ("Result",),
     "fedstill.running.tensorboard": ("TensorBoard",),
-    "fedstill.methods.base": ("Part", "Server", "Uplink", "Wire"),
-    "fedstill.methods.fedavg": ("FedAvg",),
-    "fedstill.models": ("Classifier",),
     "fedstill.train.client": ("Client",),
-    "fedstill.train.losses": ("kl",),
     "fedstill.train.loop": ("Objective",),
+    "fedstill.train.losses": ("kl",),
+    "fedstill.train.task": ("LocalTraining", "Samples", "Task"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
@@ -58,33 +80,57 @@ __all__ = [
     "CallbackError",
     "Classifier",
     "Client",
+    "Comparison",
     "Config",
     "DataError",
     "Dataset",
+    "Distilling",
     "EarlyStopping",
+    "EpisodeRecord",
     "FedAvg",
     "Federation",
     "FedstillError",
+    "Kind",
+    "LocalTraining",
+    "Modifier",
     "Objective",
     "Part",
+    "Partition",
     "Progress",
+    "Reproduction",
     "Result",
+    "RoundRecord",
     "RunView",
+    "Samples",
     "SaveBest",
+    "Scores",
     "Server",
+    "ServerSide",
     "SettingError",
     "Split",
+    "Summary",
+    "Table",
+    "Task",
     "TensorBoard",
     "Uplink",
     "Wire",
+    "compare",
     "federate",
     "from_arrays",
     "from_clients",
     "from_torch",
     "kl",
+    "list_methods",
+    "list_presets",
+    "list_settings",
     "load",
+    "match_probabilities",
+    "mean_logits",
+    "partition",
+    "reproduce",
     "resume",
     "run",
+    "weighted_mean",
 ]
 
 

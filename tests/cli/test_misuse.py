@@ -485,7 +485,8 @@ def test_a_method_that_raises_when_it_starts_is_one_line(tmp_path: Path) -> None
         "import fedstill\nclass M(fedstill.FedAvg):\n    def start(self, server): raise RuntimeError('no start')\n"
     )
     line = message(fedstill("run", f"{tmp_path}/mine.py:M", *short(out=tmp_path / "run")), hint=True)
-    assert line == f"RuntimeError: no start (the traceback is in {tmp_path}/run/log.txt)"
+    place = f"({tmp_path}/mine.py, line 3)"
+    assert line == f"RuntimeError: no start {place} (the traceback is in {tmp_path}/run/log.txt)"
 
 
 def test_from_python_the_users_own_exception_arrives_as_it_is() -> None:

@@ -25,10 +25,56 @@ def slow_teacher(tmp_path: Path) -> str:
     return f"{file}:SlowTeacher"
 
 
-def test_the_method_of_the_page_has_fewer_than_40_lines_of_class() -> None:
-    code = blocks("docs/your-own-method.md", "python")[0]
+@pytest.fixture
+def by_confidence(tmp_path: Path) -> str:
+    file = tmp_path / "servers.py"
+    file.write_text(blocks("docs/your-own-method.md", "python")[1])
+    return f"{file}:ByConfidence"
+
+
+@pytest.mark.parametrize("example", [0, 1])
+def test_the_methods_of_the_page_have_fewer_than_40_lines_of_class(example: int) -> None:
+    code = blocks("docs/your-own-method.md", "python")[example]
     body = code[code.index("@dataclass") :]
     assert len([line for line in body.splitlines() if line.strip()]) < 40
+
+
+PROXY = {"pool": 0.1, "proxy": "pool", "server_steps": 5, "rounds": 1}
+
+
+@pytest.mark.slow
+def test_the_server_side_of_the_page_weighs_by_confidence(run_small: RunSmall, by_confidence: str) -> None:
+    """At sharpness 0 all clients count alike; far above, the surest alone, whatever its logits are added to."""
+    alike, sharp = (run_small(by_confidence, **PROXY, hyper={"sharpness": s}) for s in (0.0, 1e6))
+    source = by_confidence.rpartition(":")[0]
+    text = Path(source).read_text()
+    plain = Path(source).with_name("plain.py")
+    plain.write_text(text.replace("mean_logits(outputs, weights)", "mean_logits(outputs)"))
+    torch.testing.assert_close(weights(alike), weights(run_small(f"{plain}:ByConfidence", **PROXY)), rtol=1e-3, atol=1e-4)
+    first = text.replace("mean_logits(outputs, weights)", "mean_logits(outputs, (sure == sure.amax(0)).float())")
+    plain.with_name("first.py").write_text(first)
+    surest = run_small(f"{plain.with_name('first.py')}:ByConfidence", **PROXY)
+    torch.testing.assert_close(weights(sharp), weights(surest), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_server_side_in_a_file_follows_any_client_side_and_resumes(
+    run_small: RunSmall, by_confidence: str, tmp_path: Path
+) -> None:
+    name = f"fedgkd+{by_confidence}+t1"
+    whole = run_small(name, **PROXY | {"rounds": 2})
+    run_small(name, **PROXY, out=tmp_path / "run")
+    assert torch.equal(weights(fedstill.resume(tmp_path / "run", rounds=2)), weights(whole))
+    other = run_small("fedgkd+t1", pool=0.1, rounds=2)
+    assert not torch.equal(weights(other), weights(whole))
+
+
+@pytest.mark.slow
+def test_the_python_of_the_api_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for code in blocks("docs/api.md", "python"):
+        exec(compile(code, "api.md", "exec"), names)  # noqa: S102 - the page under test
 
 
 @pytest.mark.slow

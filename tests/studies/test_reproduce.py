@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fedstill
+from fedstill.analysis import reproducing
 from fedstill.cli import presets as command
 from fedstill.studies import presets
 from fedstill.studies.cells import run_cells
@@ -78,7 +79,7 @@ def test_a_table_holds_the_papers_numbers_against_the_runs(tmp_path: Path, monke
     assert second.values == [r.records[1]["accuracy"] for r in runs]
     same = found["FedProx", "AMP", '{"alpha": 5.0}'], found["FedAvg", "AMP", '{"alpha": 5.0}']
     assert same[0].values == same[1].values, "at alpha 5 its mu is 0"
-    text = command.markdown(plan, list(found.values()), 2)
+    text = reproducing.markdown(plan, list(found.values()), 2)
     assert "| FedAvg+T1 | 60.00 → " in text
 
 
@@ -130,8 +131,8 @@ def test_a_number_that_the_paper_only_bounds_is_shown_so(tmp_path: Path, monkeyp
     run_cells(plan.cells)
     found = {e.row: e for e in entries(plan)}
     assert found["FedAvg"].difference is None
-    assert command.cell(found["FedAvg"]).startswith("> 60.0 → ")
-    assert command.cell(found["FedAvg+T1"]).startswith("30.0 ± 2.0 → ")
+    assert reproducing.cell(found["FedAvg"]).startswith("> 60.0 → ")
+    assert reproducing.cell(found["FedAvg+T1"]).startswith("30.0 ± 2.0 → ")
 
 
 def test_what_a_preset_lacks_is_said_before_its_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

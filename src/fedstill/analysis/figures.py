@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from fedstill.analysis.final import FinalModel, distances, refuse_objects
@@ -68,13 +69,13 @@ def draw_curves(
     seed_curves(round_records(groups), out, metrics=metrics, band=band, title=title or in_common(groups))
 
 
-def draw_comparison(tables: Sequence[Sequence[Row]], out: style.Target, title: str) -> None:
+def draw_comparison(tables: Sequence[Sequence[Row]], out: style.Target, title: str) -> Figure:
     """Curves of a comparison: a panel for each combination of the swept settings."""
     places = {
         rows[0].place: {row.method: [cell.records() for cell in row.cells] for row in rows if not row.variant}
         for rows in tables
     }
-    swept_curves(places, out, metrics=["accuracy", "fm"] if len(tables) == 1 else ["accuracy"], title=title)
+    return swept_curves(places, out, metrics=["accuracy", "fm"] if len(tables) == 1 else ["accuracy"], title=title)
 
 
 def distance_records(runs: Mapping[str, Sequence[Path]]) -> dict[str, list[list[dict[str, float]]]]:

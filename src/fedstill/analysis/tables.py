@@ -158,8 +158,8 @@ def _name(row: Row) -> str:
 
 def _own_models(row: Row) -> bool:
     """Whether the numbers are of the clients' own models."""
-    config = row.cells[0].config
-    return not registry.make(config.method, config.hyper).global_model
+    config, own = row.cells[0].config, row.cells[0].own.get("method")
+    return not (own or registry.make(config.method, config.hyper)).global_model
 
 
 def _place(row: Row) -> str:

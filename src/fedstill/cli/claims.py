@@ -9,15 +9,16 @@ from typing import Any
 
 from rich.table import Table
 
+from fedstill.analysis.reproducing import unit
 from fedstill.cli.commands import console
-from fedstill.cli.presets import duration, unit
-from fedstill.cli.progress import AllRuns
+from fedstill.cli.presets import duration
 from fedstill.core.errors import SettingError
 from fedstill.core.files import read_json, write_atomic, write_json
 from fedstill.metrics.statistics import ENOUGH
 from fedstill.running.directory import without_nan
 from fedstill.studies.cells import check, run_cells
 from fedstill.studies.claims import Evidence, claims, saved
+from fedstill.studies.progress import AllRuns
 from fedstill.studies.reproduce import seconds_needed
 
 Saved = dict[str, Any]

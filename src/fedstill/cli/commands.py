@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -13,17 +13,16 @@ from rich.progress import track
 from rich.table import Table
 
 from fedstill import data as datasets_
+from fedstill.analysis import listings
+from fedstill.analysis.comparing import COMPARISON, read_comparison, slug
 from fedstill.analysis.tables import episodes_table, percent, reliability_table, results_table
 from fedstill.building.config import Config, is_config_file, parse_assignments, parse_sweeps, read_toml, resolve
-from fedstill.building.data import divide, load_data
-from fedstill.building.setup import prepare
 from fedstill.cli.failure import Halted
+from fedstill.core.choices import Format
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import read_json
 from fedstill.core.table import Table as TextTable
-from fedstill.data.dataset import Dataset
 from fedstill.methods import registry
-from fedstill.methods.base import Part
 from fedstill.metrics.records import RoundRecord, Summary
 from fedstill.running import api, files
 from fedstill.running.callbacks import Callback
@@ -55,7 +54,7 @@ def run(
 ) -> None:
     config = config_of(method, flags, assignments)
     if dry_run:
-        print(config.toml(), end="")
+        print(config.toml(comments=True), end="")
         return
     path = out or Path("runs") / run_name(config)
     with run_in(path) as display:
@@ -94,12 +93,18 @@ def rollback(directory: Path, to: int) -> None:
     say(f"{forgotten} rounds are forgotten; continue after round {to} with: {again}")
 
 
-def show(directories: list[Path], plot: Path | None) -> None:
+def show(directories: list[Path], plot: Path | None, as_: Format) -> None:
     if plot:
         check_picture(plot, "--plot")
     finished: dict[str, Summary] = {}
     records: dict[str, list[RoundRecord]] = {}
     for directory in directories:
+        if (directory / COMPARISON).is_file():
+            found = read_comparison(directory)
+            print_tables([*found.tables(), *found.costs()] if as_ == "table" else found.tables(), as_)
+            if plot:
+                found.plot(plot)
+            continue
         directory_ = RunDirectory.open(directory, lock=False)
         name = directory.resolve().name
         while name in records:
@@ -107,17 +112,19 @@ def show(directories: list[Path], plot: Path | None) -> None:
         records[name] = directory_.records()
         total = read_toml(directory / files.CONFIG).get("rounds", "?")
         done = records[name][-1]["round"] if records[name] else 0
-        summary = directory / files.SUMMARY
-        if summary.exists() and done == total:
-            finished[name] = read_json(summary)
-            continue
-        say(f"{directory}: {done} of {total} rounds; continue it with 'fedstill resume {directory}'")
+        summary = read_json(directory / files.SUMMARY) if (directory / files.SUMMARY).exists() else None
+        if summary and (done == total or "stopped_by" in summary):
+            finished[name] = summary
+        if done != total:
+            stopped = f", stopped by {summary['stopped_by']}" if summary and "stopped_by" in summary else ""
+            say(f"{directory}: {done} of {total} rounds{stopped}; continue it with 'fedstill resume {directory}'")
     if finished:
-        print_table(results_table(finished), no_wrap=True)
-    if plot:
+        print_tables([results_table(finished)], as_)
+    if plot and records:
         from fedstill.report.curves import curves
 
         curves(records, plot)
+    if plot:
         say(f"curves: {plot}")
 
 
@@ -189,56 +196,24 @@ def samples(directory: Path, clients: list[int], count: int, out: Path) -> None:
     say(f"picture: {out}")
 
 
-def methods(name: str | None, flags: Flags, assignments: list[str]) -> None:
-    if name in registry.modifiers():
-        name = f"fedavg+{name}"
-    chosen = [name] if name else [*registry.names(), *(f"fedavg+{modifier}" for modifier in registry.modifiers())]
-    overview = Table(title="Methods", caption="bytes for one client and round")
-    for column in ("id", "what it does", "down", "up", "needs", "paper"):
-        overview.add_column(column, overflow="fold", no_wrap=column == "id")
-    dataset: Dataset | None = None
-    for each in chosen:
-        config = config_of(each, flags, assignments)
-        dataset = dataset or load_data(config)
-        example = {
-            "clients": 20,
-            "participation": 1.0,
-            "partition": "iid",
-            "pool": 0.1,
-            "proxy": "pool",
-            "regions": 1,
-        }  # so that no method lacks anything
-        try:
-            setup = prepare(config.model_copy(update=example), data=dataset)
-        except SettingError as error:
-            if name:
-                raise
-            overview.add_row(each, f"not on these data: {error}")
-            continue
-        wire, cls = setup.method.wire(setup.task), type(setup.method)
-        declared = setup.method.needs()
-        needs = [
-            *(["proxy data"] if declared.proxy_data else []),
-            *(["labels on the server"] if declared.server_labels else []),
-            *(["a changed model"] if declared.changed_model else []),
-            *declared.extra_information,
-        ]
-        overview.add_row(
-            each,
-            (cls.__doc__ or "").splitlines()[0],
-            _parts(wire.down),
-            _parts(wire.up) + (f"\nafter the last round:\n{_parts(wire.last)}" if wire.last else ""),
-            ", ".join(needs),
-            cls.paper,
-        )
-    console.print(overview)
-    if name:
-        settings = Table(title=f"Settings of {name} (--set key=value)")
-        for column in ("key", "default", "meaning"):
-            settings.add_column(column)
-        for parameter in registry.hyper_parameters(name):
-            settings.add_row(parameter.name, str(parameter.default), parameter.meaning)
-        console.print(settings)
+def methods(name: str | None, flags: Flags, assignments: list[str], as_: Format) -> None:
+    if name is None:
+        if flags or assignments:
+            raise SettingError("methods: name one to see what it sends with these settings")
+        print_tables([listings.list_methods()], as_)
+        return
+    if name.removeprefix("+") in registry.modifiers():
+        name = f"fedavg+{name.removeprefix('+')}"
+    setup = listings.example(name, config_of(name, flags, assignments).model_dump(exclude_unset=True))
+    needs = listings.needs_of(setup.method)
+    table = listings.wire_table(name, setup)
+    table.caption = (table.caption or "") + (f" · needs {needs}" if needs else "")
+    own = listings.method_settings(name)
+    print_tables([table, own] if own.rows else [table], as_)
+
+
+def settings(name: str | None, as_: Format) -> None:
+    print_tables([listings.list_settings(name)], as_)
 
 
 def datasets(data_dir: str | None) -> None:
@@ -263,21 +238,22 @@ def datasets(data_dir: str | None) -> None:
     )
 
 
-def partition(flags: Flags, assignments: list[str], out: Path) -> None:
+def partition(flags: Flags, assignments: list[str], out: Path, as_: Format) -> None:
     check_picture(out, "--out")
-    config = config_of("fedavg", flags, assignments)
-    federation = divide(config, load_data(config))
-    from fedstill.report.bubbles import bubbles, table
+    found = listings.partition_of(config_of("fedavg", flags, assignments))
+    found.plot(out)
+    print_tables([found.table()], as_, first="right")
+    if as_ == "table":
+        say(f"picture: {out}")
 
-    bubbles(federation, out)
-    rows = table(federation)
-    shown = Table(title=f"{config.data}, {config.partition}, {federation.clients} clients")
-    for column in rows[0]:
-        shown.add_column(column.replace("_", " "), justify="right")
-    for row in rows[:100]:
-        shown.add_row(*(f"{v:.0%}" if isinstance(v, float) else str(v) for v in row.values()))
-    console.print(shown)
-    say(f"picture: {out}")
+
+def print_tables(tables: Sequence[TextTable], as_: Format, *, first: Justify = "left") -> None:
+    """Show tables on the terminal, or print them in another format."""
+    for table in tables:
+        if as_ == "table":
+            print_table(table, first=first)
+        else:
+            print(table.formatted(as_))
 
 
 def print_table(table: TextTable, *, first: Justify = "left", fold: bool = True, no_wrap: bool = False) -> None:
@@ -285,7 +261,9 @@ def print_table(table: TextTable, *, first: Justify = "left", fold: bool = True,
     shown = Table(title=table.title, caption=table.caption)
     overflow: Overflow = "fold" if fold else "ellipsis"
     for i, column in enumerate(table.columns):
-        shown.add_column(column, justify="right" if i else first, overflow=overflow, no_wrap=no_wrap and i > 0)
+        shown.add_column(
+            column, justify="right" if i and not table.words else first, overflow=overflow, no_wrap=no_wrap and i > 0
+        )
     for row in table.rows:
         shown.add_row(*row)
     console.print(shown)
@@ -321,18 +299,6 @@ def known_to(method: str, methods: list[str], assignments: list[str]) -> list[st
     return known
 
 
-def _parts(parts: dict[str, Part]) -> str:
-    return "\n".join(f"{name}: {part.what}, {_size(part.nbytes)}" for name, part in parts.items())
-
-
-def _size(n: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}"
-        n /= 1000
-    return f"{n:.3g} GB"
-
-
 def say(text: str) -> None:
     """Print a line as it is: a path in it can be copied, and brackets mean nothing."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -344,10 +310,6 @@ def check_picture(path: Path, option: str) -> None:
         raise SettingError(f"{option} {path}: a picture ends in {', '.join(PICTURES)}")
     if not path.parent.is_dir():
         raise SettingError(f"{option} {path}: there is no folder {path.parent}")
-
-
-def slug(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "+-_" else "-" for c in name).strip("-")
 
 
 def title_of(config: Config) -> str:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from fedstill.analysis.figures import draw_comparison
-from fedstill.analysis.tables import comparison_table, cost_table
-from fedstill.building.config import Config, anchored, parse_sweeps
-from fedstill.cli.commands import Flags, config_of, console, known_to, print_table, run_name, say, slug, title_of
-from fedstill.cli.progress import AllRuns
+from fedstill.analysis.comparing import carry_out, plan, slug
+from fedstill.building.config import Config, parse_sweeps
+from fedstill.cli.commands import Flags, config_of, console, known_to, print_tables, run_name, say, title_of
+from fedstill.cli.failure import Halted
+from fedstill.core.choices import Format
 from fedstill.core.errors import SettingError
-from fedstill.core.files import write_json
 from fedstill.running import files
-from fedstill.running.directory import RunDirectory, check_place, without_nan
-from fedstill.studies.cells import Cell, check, run_cells
-from fedstill.studies.comparison import combinations, grid
-
-_NOT_SWEPT = {
-    "seed": "--seeds N compares on N seeds",
-    "method": "name the methods one after the other",
-    "target": "compare once for each",
-}
 
 
 def compare(
@@ -33,50 +25,33 @@ def compare(
     jobs: int,
     out: Path | None,
     force: bool,
+    as_: Format,
 ) -> None:
     if len(set(methods)) < len(methods):
         raise SettingError("a method is named twice")
     sweep = parse_sweeps(sweeps)
-    if not_swept := sweep[0].keys() & _NOT_SWEPT.keys():
-        key = min(not_swept)
-        raise SettingError(f"--sweep {key}: {_NOT_SWEPT[key]}")
     first = config_of(methods[0], flags, known_to(methods[0], methods, assignments))
     folder = out or Path("runs") / ("compare-" + run_name(first).removeprefix(f"{slug(first.method)}-"))
-    cells = {}
-    for method, i, s in combinations(methods, sweep, seeds):
-        swept = {k: v for k, v in sweep[i].items() if k in Config.model_fields}
-        words = [*assignments, *(f"{k}={v}" for k, v in sweep[i].items() if k not in swept)]
-        config = config_of(method, {**flags, **swept, "seed": first.seed + s}, known_to(method, methods, words))
-        swept_as = (f"{k}{v}".replace("/", "-") for k, v in sweep[i].items())
-        name = [slug(method), *swept_as, *([f"s{config.seed}"] if seeds > 1 else [])]
-        cells[method, i, s] = Cell(folder / "-".join(name), config)
-    if len({cell.path for cell in cells.values()}) < len(cells):
-        raise SettingError("two of these runs would have the same directory")
-    _check_places(list(cells.values()), force=force)
-    with AllRuns(console, list(cells.values())) as display:
-        run_cells(list(cells.values()), jobs=jobs, watcher=display)
-    tables = grid(cells, methods, sweep, seeds)
-    for rows in tables:
-        print_table(comparison_table(rows, seeds=seeds))
-        print_table(cost_table(rows, seeds=seeds))
-    write_json(folder / "comparison.json", [without_nan(row.record(rows[0])) for rows in tables for row in rows])
-    picture = folder / files.CURVES
+
+    def configure(method: str, point: Mapping[str, Any], seed: int) -> tuple[Config, dict[str, Any]]:
+        swept = {k: v for k, v in point.items() if k in Config.model_fields}
+        words = [*assignments, *(f"{k}={v}" for k, v in point.items() if k not in swept)]
+        given = {**flags, **swept, "seed": first.seed + seed}
+        return config_of(method, given, known_to(method, methods, words)), {}
+
+    cells = plan(methods, configure, sweep, seeds, folder)
     title = "" if sweep[0] else title_of(first).removesuffix(f", seed {first.seed}") + f", {seeds} seeds"
-    draw_comparison(tables, picture, title)
-    say(f"curves: {picture}\nall of it: {folder}")
-
-
-def _check_places(cells: list[Cell], *, force: bool) -> None:
-    """Find what is wrong with any of the runs before the first begins."""
-    for cell in cells:
-        if force:
-            check_place(cell.path, force=True)
-        elif (cell.path / files.CONFIG).is_file():
-            if cell.rounds_done() is None:
-                raise SettingError(f"{cell.path} is a run that keeps no models; choose another --out, or --force")
-        else:
-            check_place(cell.path, force=False)
-    check(cells)
-    for cell in cells:
-        if force:
-            RunDirectory.create(cell.path, anchored(cell.config), force=True).release()
+    try:
+        found = carry_out(
+            cells, methods, sweep, seeds, folder, jobs=jobs, force=force, title=title,
+            console=console if as_ == "table" else None,
+        )  # fmt: skip
+    except KeyboardInterrupt as error:
+        again = "the same command, without --force" if force else "the same command"
+        raise Halted(error, folder, again) from error
+    for table, cost in zip(found.tables(), found.costs(), strict=True):
+        print_tables([table, cost] if as_ == "table" else [table], as_)
+    picture = folder / files.CURVES
+    found.plot(picture)
+    if as_ == "table":
+        say(f"curves: {picture}\nall of it: {folder}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from fedstill.core.errors import FedstillError
+from fedstill.core.errors import FedstillError, described, users_line_in
 
 TERMINATED = 128 + signal.SIGTERM
 
@@ -35,6 +35,9 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or error}"
-    text = str(error) if isinstance(error, FedstillError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, FedstillError) else described(error)
     lines = text.strip().splitlines() or [type(error).__name__]
-    return lines[0] if len(lines) == 1 else f"{lines[0].rstrip(':')}: {lines[-1].strip()}"
+    if len(lines) == 1:
+        return lines[0]
+    place = users_line_in(text)
+    return f"{lines[0].rstrip(':')}: {lines[-1].strip()}" + (f" ({place})" if place else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import sys
 from contextvars import copy_context
 from pathlib import Path
@@ -27,6 +28,7 @@ from fedstill.cli.consent import (
 from fedstill.cli.failure import Halted, one_line
 from fedstill.cli.settings import RUNNING, Settings, option, with_settings
 from fedstill.core import trust
+from fedstill.core.choices import Format
 from fedstill.core.errors import FedstillError
 
 UsageError: Any = typer.BadParameter.__base__  # of typer's own copy of click, or of click
@@ -35,10 +37,28 @@ STOPPED = 130  # what typer makes of Ctrl-C
 app = typer.Typer(
     name="fedstill",
     help="Federated learning on heterogeneous data by knowledge distillation.\n\nStart with:  fedstill run fedavg",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"fedstill {importlib.metadata.version('fedstill')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Federated learning on heterogeneous data by knowledge distillation.
+
+    Start with:  fedstill run fedavg
+    """
+
 
 app.add_typer(figures.app, name="figure", rich_help_panel="Look")
 app.add_typer(keys.app, name="keys", rich_help_panel="Many machines")
@@ -77,6 +97,9 @@ TensorBoard = Annotated[
 DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Print the complete configuration as TOML, which reproduces the run."),
+]
+As = Annotated[
+    Format, typer.Option("--format", help="table, markdown, latex or csv.", metavar="[table|markdown|latex|csv]")
 ]
 Ca = Annotated[Path | None, typer.Option(help="The certificate by which the server is known: its ca.pem.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Encrypt nothing. For trials on one machine.")]
@@ -137,6 +160,7 @@ def compare(
     out: Out = None,
     set_: Set = None,
     force: Force = False,
+    as_: As = "table",
 ) -> None:
     """Train several methods on the same clients, schedule and initial weights; end in a table and a picture.
 
@@ -147,7 +171,7 @@ def compare(
     A --set that only some of the methods know goes to those. Interrupted, the same command goes on.
     """
     _commands("compare").compare(
-        methods, settings, set_ or [], seeds=seeds, sweeps=sweep or [], jobs=jobs, out=out, force=force
+        methods, settings, set_ or [], seeds=seeds, sweeps=sweep or [], jobs=jobs, out=out, force=force, as_=as_
     )
 
 
@@ -289,9 +313,10 @@ def join(
 def presets(
     name: Annotated[str | None, typer.Argument(help="Show the settings and runs of this one.")] = None,
     scale: Annotated[str, typer.Option(help="paper, or cpu: what two cores can do.")] = "paper",
+    as_: As = "table",
 ) -> None:
     """List the papers' tables and figures that can be reproduced, or show one."""
-    _commands("presets").presets(name, scale)
+    _commands("presets").presets(name, scale, as_)
 
 
 @app.command(rich_help_panel="Papers")
@@ -306,6 +331,7 @@ def reproduce(
         Path, typer.Option(help="Where runs and tables go; finished runs there are used again, whatever the device.")
     ] = Path("runs/reproduced"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be run, and for how long.")] = False,
+    as_: As = "table",
 ) -> None:
     """Run a paper's table or figure again, and set the paper's numbers beside ours.
 
@@ -315,7 +341,7 @@ def reproduce(
     Interrupted, the same command goes on where it stopped.
     """
     _commands("presets").reproduce(
-        name, scale, seeds=seeds, data_dir=data_dir, device=device, jobs=jobs, out=out, dry_run=dry_run
+        name, scale, seeds=seeds, data_dir=data_dir, device=device, jobs=jobs, out=out, dry_run=dry_run, as_=as_
     )
 
 
@@ -349,11 +375,12 @@ def claims(
 
 @app.command(rich_help_panel="Look")
 def show(
-    directories: Annotated[list[Path], typer.Argument(help="Run directories, finished or under way.")],
+    directories: Annotated[list[Path], typer.Argument(help="Directories of runs, under way too, or of comparisons.")],
     plot: Annotated[Path | None, typer.Option(help="Also draw the learning curves into this PNG or SVG.")] = None,
+    as_: As = "table",
 ) -> None:
-    """Show what runs came to."""
-    _commands().show(directories, plot)
+    """Show what runs and comparisons came to."""
+    _commands().show(directories, plot, as_)
 
 
 @app.command(rich_help_panel="Look")
@@ -424,9 +451,19 @@ def methods(
     settings: Settings,
     method: Annotated[str | None, typer.Argument(help="Show this one's settings.")] = None,
     set_: Set = None,
+    as_: As = "table",
 ) -> None:
-    """List the methods: what crosses the wire, with bytes for the chosen model, and what they need."""
-    _commands().methods(method, settings, set_ or [])
+    """List the methods, or show one: its settings, and what crosses the wire with bytes for the chosen model."""
+    _commands().methods(method, settings, set_ or [], as_)
+
+
+@app.command(rich_help_panel="Look")
+def settings(
+    name: Annotated[str | None, typer.Argument(help="Show this one.")] = None,
+    as_: As = "table",
+) -> None:
+    """List every setting of a run: meaning, default and bounds."""
+    _commands().settings(name, as_)
 
 
 @app.command(rich_help_panel="Look")
@@ -441,9 +478,10 @@ def partition(
     settings: Settings,
     out: Annotated[Path, typer.Option(help="The picture: PNG, SVG or PDF.")] = Path("partition.png"),
     set_: Set = None,
+    as_: As = "table",
 ) -> None:
     """Draw the data partition: a picture of clients by classes, and a table."""
-    _commands().partition(settings, set_ or [], out)
+    _commands().partition(settings, set_ or [], out, as_)
 
 
 def _commands(module: str = "commands") -> ModuleType:

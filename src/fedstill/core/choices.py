@@ -24,3 +24,4 @@ Precision = Literal["float32", "bfloat16"]
 
 ALPHA = 0.1  # Dirichlet concentration
 SMALLEST_VOCABULARY = 3 + 256  # padding, the marks of a text's start and end, and every byte
+Format = Literal["table", "markdown", "latex", "csv"]  # of tables

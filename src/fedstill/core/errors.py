@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -63,8 +64,16 @@ def described(error: BaseException) -> str:
 
 def users_line(error: BaseException) -> str:
     """The innermost line of code that is neither fedstill's nor an installed package's, as `file.py, line 3`."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        file = frame.filename
+    return _users_line((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
+
+
+def users_line_in(text: str) -> str:
+    """The same of a traceback as text, such as a worker sends."""
+    return _users_line(re.findall(r'File "([^"]+)", line (\d+)', text))
+
+
+def _users_line(frames: Iterable[tuple[str, int | str | None]]) -> str:
+    for file, line in reversed(list(frames)):
         if not file.startswith((_PACKAGE, "<")) and not {"site-packages", "lib"} & set(Path(file).parts):
-            return f"{file}, line {frame.lineno}"
+            return f"{file}, line {line}"
     return ""

@@ -8,13 +8,13 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
+from fedstill.core.choices import Format
 from fedstill.core.errors import SettingError
 
-Format = Literal["table", "markdown", "latex", "csv"]
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "→": r"$\to$", "–": "--", "·": r"$\cdot$",
@@ -39,6 +39,7 @@ class Table:
     caption: str | None = None
     rows: list[tuple[str, ...]] = field(default_factory=list)
     values: list[dict[str, Any]] = field(default_factory=list)  # the same as data, one dict a row
+    words: bool = False  # whether the columns hold words, not numbers
     best: set[tuple[int, int]] = field(default_factory=set)  # cells, by row and column, that stand out
 
     def add(self, *cells: str) -> None:
@@ -50,7 +51,10 @@ class Table:
 
     def to_markdown(self) -> str:
         """The table in Markdown, the best of each column in bold."""
-        head = [f"| {' | '.join(map(_markdown, self.columns))} |", "|---" + "|---:" * (len(self.columns) - 1) + "|"]
+        head = [
+            f"| {' | '.join(map(_markdown, self.columns))} |",
+            "|---" + ("|---" if self.words else "|---:") * (len(self.columns) - 1) + "|",
+        ]
         lines = [f"| {' | '.join(row)} |" for row in self._cells(_markdown, "**{}**")]
         return "\n".join([*head, *lines]) + "\n"
 
@@ -58,7 +62,7 @@ class Table:
         r"""The table in LaTeX, with the rules of booktabs (\usepackage{booktabs}), the best of each column in bold."""
         head = " & ".join(map(_latex, self.columns))
         lines = [" & ".join(row) + r" \\" for row in self._cells(_latex, r"\textbf{{{}}}")]
-        columns = "l" + "r" * (len(self.columns) - 1)
+        columns = "l" + ("l" if self.words else "r") * (len(self.columns) - 1)
         parts = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", rf"{head} \\", r"\midrule", *lines, r"\bottomrule"]
         return "\n".join([*parts, r"\end{tabular}"]) + "\n"
 

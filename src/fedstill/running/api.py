@@ -63,19 +63,8 @@ def run(
     >>> result.summary["rounds"]
     1
     """
-    given: dict[str, Any] = dict(settings)
-    if isinstance(method, Config):
-        # What its maker left open is filled in as if it had been left open here.
-        given, method = method.model_dump(exclude_unset=True) | given, method.method
-        for name, value in (("data", data), ("model", model), ("proxy", proxy)):
-            if value is None and is_object(str(given.get(name, ""))):
-                raise SettingError(f"{name}: the Config was made with an object, {given[name]}; give it again")
-    config = _config(method, {"data": data, "model": model, "proxy": proxy}, given)
-    own: dict[str, Any] = {
-        name: value
-        for name, value in (("method", method), ("data", data), ("model", model), ("proxy", proxy))
-        if not isinstance(value, str)
-    }
+    objects = {"data": data, "model": model, "proxy": proxy}
+    config, own = configure(method, objects, dict(settings))
     if in_notebook() if progress is None else progress:
         callbacks = [Progress(), *callbacks]
     if out is not None:
@@ -83,6 +72,20 @@ def run(
     with tempfile.TemporaryDirectory(prefix="fedstill-") as folder:
         result = run_config(config, Path(folder) / "run", callbacks=callbacks, **own)
         return replace(result, path=None)
+
+
+def configure(
+    method: str | Method | Config, objects: Mapping[str, Any], given: dict[str, Any]
+) -> tuple[Config, dict[str, Any]]:
+    """The configuration of a run from Python, and those of `data`, `model`, `proxy` and `method` that are no names."""
+    if isinstance(method, Config):
+        # What its maker left open is filled in as if it had been left open here.
+        given, method = method.model_dump(exclude_unset=True) | given, method.method
+        for name, value in objects.items():
+            if value is None and is_object(str(given.get(name, ""))):
+                raise SettingError(f"{name}: the Config was made with an object, {given[name]}; give it again")
+    own = {name: value for name, value in {"method": method, **objects}.items() if not isinstance(value, str | None)}
+    return _config(method, objects, given), own
 
 
 def run_config(

@@ -9,8 +9,8 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +40,7 @@ class Cell:
 
     path: Path
     config: Config
+    own: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # objects that `prepare` takes
 
     def summary(self) -> Summary:
         """What the finished run came to."""
@@ -64,16 +65,19 @@ class Cell:
         if not (self.path / files.CONFIG).is_file():
             return None
         there = RunDirectory.open(self.path, lock=False)
-        if difference := other_settings(there.config(), self.config):
+        theirs = there.config(replaced=self.own)
+        if difference := other_settings(theirs, self.config):
             raise SettingError(
                 f"{self.path} exists with other settings ({difference}); choose another --out, or replace it with "
                 "--force"
             )
-        if keeping(there.config(), self.config) != keeping(there.config(), there.config()):
+        if keeping(theirs, self.config) != keeping(theirs, theirs):
             return None
         done = max((record["round"] for record in there.records()), default=0)
         if not (self.path / files.SUMMARY).exists():
             return min(done, self.config.rounds - 1)
+        if done < self.config.rounds and "stopped_by" in self.summary():
+            return done  # by a callback, in a run of its own
         if done < self.config.rounds:
             raise DataError(
                 f"{self.path}/metrics.jsonl has lost rounds of a finished run; delete {self.path} to run it again"
@@ -105,18 +109,21 @@ def keeping(there: Config, wanted: Config) -> dict[str, Any]:
 def check(cells: Sequence[Cell]) -> None:
     """Find what is wrong with the settings or the data of any run before the first begins."""
     datasets: dict[tuple[str | int, ...], Dataset] = {}
-    for config in _but_for_seeds(cells):
-        source = data_source(config)
-        if source not in datasets:
-            datasets = {source: load_data(config)}  # one at a time
+    for cell in _but_for_seeds(cells):
+        config, own = cell.config, dict(cell.own)
         check_engine(config)
-        prepare(config, data=datasets[source])
+        if "data" not in own:
+            source = data_source(config)
+            if source not in datasets:
+                datasets = {source: load_data(config)}  # one at a time
+            own["data"] = datasets[source]
+        prepare(config, **own)
 
 
-def _but_for_seeds(cells: Sequence[Cell]) -> list[Config]:
-    """A configuration for each setting, those with the same data together."""
-    found = {repr(cell.config.model_copy(update={"seed": 0})): cell.config for cell in cells}
-    return sorted(found.values(), key=data_source)
+def _but_for_seeds(cells: Sequence[Cell]) -> list[Cell]:
+    """A cell for each setting, those with the same data together."""
+    found = {repr(cell.config.model_copy(update={"seed": 0})): cell for cell in cells}
+    return sorted(found.values(), key=lambda cell: data_source(cell.config))
 
 
 class Watcher:
@@ -206,15 +213,16 @@ def _one(cell: Cell, workers: int, pipe: Connection, parent: int) -> None:
     def tell(message: dict[str, Any]) -> None:
         pipe.send_bytes(json.dumps(message).encode())
 
+    more: dict[str, Any] = {**cell.own, "callbacks": [_Tell(tell)]}
     try:
         with one_thread():
             if cell.rounds_done() is None:
                 update: dict[str, Any] = {"workers": workers}
                 if again := (cell.path / files.CONFIG).is_file():
-                    update |= keeping(RunDirectory.open(cell.path, lock=False).config(), cell.config)
-                api.run_config(cell.config.model_copy(update=update), cell.path, force=again, callbacks=[_Tell(tell)])
+                    update |= keeping(RunDirectory.open(cell.path, lock=False).config(replaced=cell.own), cell.config)
+                api.run_config(cell.config.model_copy(update=update), cell.path, force=again, **more)
             else:
-                api.resume(cell.path, rounds=cell.config.rounds, device=cell.config.device, callbacks=[_Tell(tell)])
+                api.resume(cell.path, rounds=cell.config.rounds, device=cell.config.device, **more)
     except Exception as error:
         log.exception("%s", cell.path)
         tell({"error": str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)})

@@ -1,0 +1,232 @@
+"""Several methods on the same clients, schedule and initial weights, from Python and for the command line."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Unpack
+
+from rich.console import Console
+
+from fedstill.analysis.figures import draw_comparison
+from fedstill.analysis.tables import comparison_table, cost_table
+from fedstill.building.config import Config, anchored
+from fedstill.building.keywords import Keywords
+from fedstill.building.suggestions import unknown_setting
+from fedstill.building.task import Network
+from fedstill.core.errors import SettingError
+from fedstill.core.files import read_json, write_json
+from fedstill.core.table import Table, frame
+from fedstill.data.dataset import Dataset
+from fedstill.data.federation import Federation
+from fedstill.methods import registry
+from fedstill.methods.base import Method
+from fedstill.running import files
+from fedstill.running.api import configure
+from fedstill.running.directory import RunDirectory, check_place, without_nan
+from fedstill.running.progress import in_notebook
+from fedstill.studies.cells import Cell, Watcher, check, run_cells
+from fedstill.studies.comparison import Row, combinations, grid
+from fedstill.studies.progress import AllRuns
+
+COMPARISON = "comparison.json"
+_NOT_SWEPT = {
+    "seed": "--seeds N, or seeds=N, compares on N seeds",
+    "method": "name the methods one after the other",
+    "target": "compare once for each",
+}
+Configure = Callable[[str, Mapping[str, Any], int], tuple[Config, dict[str, Any]]]  # method, swept settings, seed
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison came to: a table for each combination of the settings that were swept."""
+
+    rows: list[list[Row]]
+    seeds: int
+    path: Path  # a folder with a run directory for each run
+    title: str = ""
+    _kept: Any = field(default=None, repr=False, compare=False)  # the folder, if it is a temporary one
+
+    def __repr__(self) -> str:
+        names = ", ".join(dict.fromkeys(row.name for rows in self.rows for row in rows))
+        return f"<fedstill.Comparison of {names}: {self.seeds} seeds, {self.path}>"
+
+    def tables(self) -> list[Table]:
+        """Methods by metrics: mean ± standard deviation over the seeds."""
+        return [comparison_table(rows, seeds=self.seeds) for rows in self.rows]
+
+    def costs(self) -> list[Table]:
+        """What each method cost, and by how much it is better than the first."""
+        return [cost_table(rows, seeds=self.seeds) for rows in self.rows]
+
+    def frame(self) -> Any:
+        """A row for each method and combination: a pandas DataFrame, or without pandas a dict of NumPy arrays."""
+        return frame([row for table in self.tables() for row in table.values])
+
+    def to_markdown(self) -> str:
+        return "\n".join(map(str, self.tables())) if len(self.rows) > 1 else self.tables()[0].to_markdown()
+
+    def to_latex(self) -> str:
+        return "\n".join(f"% {table.title}\n{table.to_latex()}" for table in self.tables())
+
+    def to_csv(self) -> str:
+        values = [row for table in self.tables() for row in table.values]
+        return Table("", (), values=values).to_csv()
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw the learning curves: a matplotlib Figure, saved if a path is given."""
+        return draw_comparison(self.rows, Path(path) if path else io.BytesIO(), self.title)
+
+    def _repr_html_(self) -> str:
+        return "".join(table._repr_html_() for table in self.tables())
+
+
+def compare(
+    methods: Sequence[str | Method],
+    *,
+    seeds: int = 1,
+    sweep: Mapping[str, Sequence[Any]] | None = None,
+    data: str | Dataset | Federation | None = None,
+    model: str | Network | None = None,
+    proxy: str | Dataset | None = None,
+    out: str | Path | None = None,
+    force: bool = False,
+    jobs: int = 0,
+    progress: bool | None = None,
+    **settings: Unpack[Keywords],
+) -> Comparison:
+    """Train several methods on the same clients, schedule and initial weights, with each of `seeds` seeds.
+
+    A setting that only some of the methods know goes to those. `sweep` has several values of settings, all
+    combinations of which are tried. Runs are kept in `out`, and finished ones there are used again; without it they
+    last as long as what is returned. As many run at a time as there are cores, or `jobs`.
+
+    >>> found = compare(["fedavg", "fedprox"], rounds=1, clients=4, epochs=1, fraction=0.05, model="mlp", mu=0.1)
+    >>> [row.method for row in found.rows[0]]
+    ['fedavg', 'fedprox']
+    """
+    if not methods:
+        raise SettingError("compare: name at least one method")
+    if seeds < 1:
+        raise SettingError(f"seeds = {seeds}: at least 1")
+    named = {method if isinstance(method, str) else method.name or type(method).__name__: method for method in methods}
+    if len(named) < len(methods):
+        raise SettingError("a method is named twice")
+    objects = {"data": data, "model": model, "proxy": proxy}
+    given: dict[str, Any] = dict(settings)
+    first_seed = given.get("seed", 0)
+    own_names = {name: _own_names(method) for name, method in named.items()}
+
+    def config_for(method: str, swept: Mapping[str, Any], seed: int) -> tuple[Config, dict[str, Any]]:
+        known = _known(method, given | dict(swept), own_names)
+        return configure(named[method], objects, known | {"seed": first_seed + seed})
+
+    axes = sweep or {}
+    points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    kept = None if out is not None else tempfile.TemporaryDirectory(prefix="fedstill-")
+    folder = Path(out) if out is not None else Path(kept.name) / "comparison"  # type: ignore[union-attr]
+    cells = plan(list(named), config_for, points, seeds, folder)
+    watching = in_notebook() if progress is None else progress
+    return carry_out(cells, list(named), points, seeds, folder, jobs=jobs, force=force, kept=kept,
+                     console=Console() if watching else None)  # fmt: skip
+
+
+def _own_names(method: str | Method) -> set[str]:
+    if isinstance(method, Method):
+        return set(registry.settings_of(method))
+    return {p.name for p in registry.hyper_parameters(method)} | registry.old_names(method).keys()
+
+
+def _known(method: str, settings: Mapping[str, Any], own_names: Mapping[str, set[str]]) -> dict[str, Any]:
+    """The settings without those that belong to another of the compared methods only."""
+    found: dict[str, Any] = {k: v for k, v in settings.items() if k in Config.model_fields and k != "hyper"}
+    for key, value in {**settings.get("hyper", {}), **settings}.items():
+        if key in Config.model_fields and key not in settings.get("hyper", {}):
+            continue
+        if not any(key in names for names in own_names.values()):
+            raise unknown_setting(key, [*Config.model_fields, *itertools.chain(*own_names.values())])
+        if key in own_names[method]:
+            found.setdefault("hyper", {})[key] = value
+    return found
+
+
+def plan(
+    methods: Sequence[str], configure: Configure, sweep: Sequence[dict[str, Any]], seeds: int, folder: Path
+) -> dict[tuple[str, int, int], Cell]:
+    """The runs of a comparison, by method, combination and seed."""
+    if not_swept := {key for point in sweep for key in point} & _NOT_SWEPT.keys():
+        raise SettingError(f"sweep of {min(not_swept)}: {_NOT_SWEPT[min(not_swept)]}")
+    cells = {}
+    for method, i, s in combinations(methods, sweep, seeds):
+        config, own = configure(method, sweep[i], s)
+        swept_as = (f"{k}{v}".replace("/", "-") for k, v in sweep[i].items())
+        name = [slug(method), *swept_as, *([f"s{config.seed}"] if seeds > 1 else [])]
+        cells[method, i, s] = Cell(folder / "-".join(name), config, own)
+    if len({cell.path for cell in cells.values()}) < len(cells):
+        raise SettingError("two of these runs would have the same directory")
+    return cells
+
+
+def carry_out(
+    cells: Mapping[tuple[str, int, int], Cell],
+    methods: Sequence[str],
+    sweep: Sequence[dict[str, Any]],
+    seeds: int,
+    folder: Path,
+    *,
+    jobs: int,
+    force: bool,
+    console: Console | None,
+    title: str = "",
+    kept: Any = None,
+) -> Comparison:
+    """Run what is not finished, and write comparison.json beside the runs."""
+    listed = list(cells.values())
+    _check_places(listed, force=force)
+    if console:
+        with AllRuns(console, listed) as display:
+            run_cells(listed, jobs=jobs, watcher=display)
+    else:
+        run_cells(listed, jobs=jobs, watcher=Watcher())
+    rows = grid(cells, methods, sweep, seeds)
+    write_json(folder / COMPARISON, [without_nan(row.record(each[0])) for each in rows for row in each])
+    return Comparison(rows, seeds, folder, title, kept)
+
+
+def read_comparison(folder: Path) -> Comparison:
+    """A comparison that is finished, from its folder."""
+    tables: dict[str, list[Row]] = {}
+    seeds = 1
+    for record in read_json(folder / COMPARISON):
+        paths = [folder / Path(run).name for run in record["runs"]]
+        cells = tuple(Cell(path, RunDirectory.open(path, lock=False).config()) for path in paths)
+        seeds = len(cells)
+        row = Row(record["method"], record["settings"], cells, record["model"])
+        tables.setdefault(row.place, []).append(row)
+    return Comparison(list(tables.values()), seeds, folder)
+
+
+def _check_places(cells: Sequence[Cell], *, force: bool) -> None:
+    """Find what is wrong with any of the runs before the first begins."""
+    for cell in cells:
+        if force:
+            check_place(cell.path, force=True)
+        elif (cell.path / files.CONFIG).is_file():
+            if cell.rounds_done() is None:
+                raise SettingError(f"{cell.path} is a run that keeps no models; choose another --out, or --force")
+        else:
+            check_place(cell.path, force=False)
+    check(cells)
+    for cell in cells:
+        if force:
+            RunDirectory.create(cell.path, anchored(cell.config), force=True).release()
+
+
+def slug(name: str) -> str:
+    """A name that a folder can have."""
+    return "".join(c if c.isalnum() or c in "+-_" else "-" for c in name).strip("-")

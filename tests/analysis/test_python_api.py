@@ -1,0 +1,317 @@
+"""The Python API around `fedstill.run`: settings, results, comparisons, lists and tables, as they are promised."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import importlib.util
+import io
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import fedstill
+from fedstill.core import custom
+from fedstill.core.table import frame
+from fedstill.metrics.statistics import spread
+from support.commandline import fedstill as command
+from support.runs import SMALL, numbers
+
+ROOT = Path(__file__).parents[2]
+TINY: dict[str, Any] = SMALL | {"model": "mlp", "model_options": {"hidden": [8]}, "rounds": 2}
+
+
+@dataclass(frozen=True)
+class Mine(fedstill.FedAvg):
+    """Nothing new."""
+
+    name: ClassVar[str] = "mine"
+    strength: float = 1.0
+
+
+# --- settings ---
+
+
+def test_a_config_gives_the_run_of_its_settings_as_keywords() -> None:
+    config = fedstill.Config(method="fedprox", hyper={"mu": 0.1}, **TINY)
+    by_config, by_keywords = fedstill.run(config), fedstill.run("fedprox", mu=0.1, **TINY)
+    assert numbers(by_config) == numbers(by_keywords)
+    assert by_config.config == by_keywords.config
+    assert fedstill.run(config, rounds=1).summary["rounds"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"learning_rate": 0.1}, "unknown setting 'learning_rate'; it is called 'lr' here"),
+        ({"n_clients": 3}, "it is called 'clients' here"),
+        ({"local_epochs": 3}, "it is called 'epochs' here"),
+        ({"mu": 0.1}, "unknown setting 'mu'; it belongs to fedprox, moon"),
+        ({"byzantine": 1}, r"it belongs to \+krum"),
+        ({"roundz": 3}, "did you mean 'rounds'"),
+        ({"qqqqq": 3}, "'fedstill settings' lists all"),
+        ({"lr": -1}, "lr = -1: should be greater than 0"),
+    ],
+)
+def test_what_is_wrong_with_a_setting_is_one_line_for_configs_and_keywords(
+    settings: dict[str, Any], reason: str
+) -> None:
+    for make in (fedstill.Config, fedstill.run):
+        with pytest.raises(fedstill.SettingError, match=reason) as error:
+            make(**settings)
+        assert "\n" not in str(error.value)
+
+
+def test_the_keywords_are_those_of_config_and_the_methods() -> None:
+    spec = importlib.util.spec_from_file_location("keywords_tool", ROOT / "tools/keywords.py")
+    assert spec
+    assert spec.loader
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+
+    def words(text: str) -> str:
+        return re.sub(r"\s+|[,()]", "", text)  # however the formatter breaks its lines
+
+    assert words(tool.PAGE.read_text()) == words(tool.text()), "run: python tools/keywords.py"
+
+
+def test_every_synonym_is_no_setting_and_stands_for_one() -> None:
+    from fedstill.building.suggestions import _SYNONYMS
+
+    assert set(_SYNONYMS.values()) <= set(fedstill.Config.model_fields)
+    assert not set(_SYNONYMS) & set(fedstill.Config.model_fields)
+
+
+# --- results ---
+
+
+@pytest.fixture(scope="module")
+def result() -> fedstill.Result:
+    return fedstill.run("fedavg+t1", **TINY)
+
+
+def test_a_result_is_short_to_look_at(result: fedstill.Result) -> None:
+    final = f"{100 * result.summary['final_accuracy']:.2f} %"
+    assert repr(result).startswith("<fedstill.Result fedavg+t1, seed 0: 2 rounds, best ")
+    assert len(repr(result)) < 200
+    assert final in repr(result)
+    assert f"<td>{final}</td>" in result._repr_html_()
+
+
+def test_frames_hold_the_numbers_of_rounds_and_clients(
+    result: fedstill.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = fedstill.run("fedavg+t1", **TINY, out=tmp_path / "run")
+    with open(tmp_path / "run/clients.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+
+    def check(rounds: Any, clients: Any) -> None:
+        assert list(rounds["round"]) == [1, 2]
+        assert list(rounds["accuracy"]) == [r["accuracy"] for r in result.records]
+        assert list(rounds["also.without T1.fm"]) == [r["also"]["without T1"]["fm"] for r in result.records]
+        assert list(clients["train_samples"]) == [int(row["train_samples"]) for row in rows]
+        measured = [float(row["accuracy"] or "nan") for row in rows]
+        np.testing.assert_allclose(clients["accuracy"], measured, atol=1e-6)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pandas", None)
+        without = result.frame()
+        check(without, kept.clients())
+        assert isinstance(without["accuracy"], np.ndarray)
+    pandas = pytest.importorskip("pandas")
+    assert isinstance(result.frame(), pandas.DataFrame)
+    check(result.frame(), kept.clients())
+
+
+def test_a_result_draws_and_reports_itself(result: fedstill.Result, tmp_path: Path) -> None:
+    result.plot("accuracy", "also.without T1.accuracy", path=tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(fedstill.SettingError, match="no round has 'colour'"):
+        result.plot("colour")
+    page = result.report(tmp_path / "report.html").read_text()
+    assert f"{100 * result.summary['final_accuracy']:.2f} %" in page
+    assert page.count("<figure>") == 2
+
+
+# --- comparisons ---
+
+
+@pytest.mark.slow
+def test_a_comparison_has_the_numbers_of_its_runs_in_every_form(tmp_path: Path) -> None:
+    methods = ["fedavg", "fedprox"]
+    found = fedstill.compare(methods, seeds=2, mu=0.5, out=tmp_path / "c", jobs=1, **TINY)
+    own: dict[str, dict[str, Any]] = {"fedavg": {}, "fedprox": {"mu": 0.5}}
+    alone = {method: [fedstill.run(method, **TINY, seed=s, **own[method]) for s in (0, 1)] for method in methods}
+    rows = list(csv.DictReader(io.StringIO(found.to_csv())))
+    assert [row["method"] for row in rows] == methods
+    finals = {m: spread([r.summary["final_accuracy"] for r in runs]) for m, runs in alone.items()}
+    for row in rows:
+        assert float(row["final_accuracy"]) == finals[row["method"]].mean
+        assert float(row["final_accuracy_std"]) == finals[row["method"]].std
+    best = max(finals.values(), key=lambda s: s.mean)
+    cell = f"{100 * best.mean:.2f} ± {100 * best.std:.2f} %"
+    assert f"**{cell}**" in found.to_markdown()
+    assert rf"\textbf{{{cell.replace('±', '$' + chr(92) + 'pm$').replace('%', chr(92) + '%')}}}" in found.to_latex()
+    assert all(rule in found.to_latex() for rule in (r"\toprule", r"\midrule", r"\bottomrule"))
+    assert list(found.frame()["seeds"]) == [2, 2]
+    shown = command("show", tmp_path / "c", "--format", "csv").out
+    assert shown.split() == found.to_csv().split()
+    assert "Cost" in command("show", tmp_path / "c").out
+    assert command("show", tmp_path / "c", "--format", "latex").out.strip() == found.tables()[0].to_latex().strip()
+
+
+@pytest.mark.slow
+def test_objects_can_be_compared_and_without_a_folder_nothing_is_kept() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(120, 5, generator=g), torch.arange(120) % 3
+    data, net = fedstill.from_arrays(x.numpy(), y.numpy()), torch.nn.Linear(5, 3)
+    settings: dict[str, Any] = {"clients": 3, "rounds": 2, "epochs": 1, "alpha": 5.0, "participation": 1.0}
+    found = fedstill.compare(["fedavg", Mine()], data=data, model=net, sweep={"lr": [0.1, 0.5]}, **settings)
+    table = found.frame()
+    assert list(table["method"]) == ["fedavg", "mine"] * 2
+    assert list(table["lr"]) == [0.1, 0.1, 0.5, 0.5]
+    assert table["final_accuracy"][0] == table["final_accuracy"][1], "it is FedAvg"
+    alone = fedstill.run("fedavg", data=data, model=net, lr=0.5, **settings)
+    assert table["final_accuracy"][2] == alone.summary["final_accuracy"]
+    folder = found.path
+    assert folder.exists()
+    del found
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("methods", "settings", "reason"),
+    [
+        ([], {}, "at least one method"),
+        (["fedavg", "fedavg"], {}, "named twice"),
+        (["fedavg"], {"seeds": 0}, "seeds = 0: at least 1"),
+        (["fedavg", "feddyn"], {"mu": 1}, "'mu'; it belongs to fedprox"),
+        (["fedavg"], {"sweep": {"seed": [1, 2]}}, "sweep of seed"),
+    ],
+)
+def test_a_comparison_that_makes_no_sense_is_refused(methods: list[str], settings: Any, reason: str) -> None:
+    with pytest.raises(fedstill.SettingError, match=reason):
+        fedstill.compare(methods, **settings)
+
+
+# --- lists and tables ---
+
+
+def test_lists_name_what_there_is_and_partitions_what_they_hold() -> None:
+    assert {"fedavg", "fedkf", "+t1"} <= {row[0] for row in fedstill.list_methods().rows}
+    wire = fedstill.list_methods("scaffold", model="mlp").frame()
+    assert list(wire["way"]) == ["down", "down", "up", "up"]
+    assert [row[0] for row in fedstill.list_settings().rows] == list(fedstill.Config.model_fields)
+    assert "fedkf/table5" in {row[0] for row in fedstill.list_presets().rows}
+    held = fedstill.partition(clients=5, alpha=0.5, seed=3)
+    assert held.frame()["samples"].sum() == held.federation.sizes.sum()
+    assert held.to_markdown().count("\n") == 2 + 5
+
+
+def test_markup_is_escaped_and_missing_cells_are_empty() -> None:
+    table = fedstill.Table("T", ("", "50 % & more"), rows=[("a_b", "x|y"), ("c",)])
+    assert r"a\_b & x|y \\" in table.to_latex()
+    assert r"50 \% \& more" in table.to_latex()
+    assert r"| a_b | x\|y |" in table.to_markdown()
+    assert "| c |  |" in table.to_markdown()
+    assert "50 % &amp; more" in table._repr_html_()
+    with pytest.raises(fedstill.SettingError, match="format = 'pdf'"):
+        table.formatted("pdf")  # type: ignore[arg-type]
+
+
+def test_missing_numbers_of_a_frame_are_nan() -> None:
+    found = frame([{"a": 1, "b": None}, {"a": 2, "b": 0.5, "c": "x"}])
+    assert list(found["a"]) == [1, 2]
+    assert np.isnan(found["b"][0])
+    assert found["c"][1] == "x"
+
+
+# --- entry points, composition ---
+
+
+def test_packages_register_methods_networks_and_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def points(**named: Any) -> dict[str, Any]:
+        return {name: SimpleNamespace(load=partial(lambda made: made, made)) for name, made in named.items()}
+
+    def net(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(int(np.prod(shape)), classes))
+
+    def load() -> fedstill.Dataset:
+        return fedstill.from_arrays(np.random.default_rng(0).random((60, 4)), np.arange(60) % 2)
+
+    found = {"methods": points(theirs=Mine), "models": points(flat=net), "datasets": points(noise=load)}
+    monkeypatch.setattr(custom, "installed", lambda kind: found[kind])
+    settings: dict[str, Any] = {"clients": 2, "rounds": 1, "alpha": 9.0, "engine": "inline"}
+    result = fedstill.run("theirs+t1", data="noise", model="flat", hyper={"strength": 2.0}, **settings)
+    assert result.config.hyper["strength"] == 2.0
+    assert sum(p.numel() for p in result.model.parameters()) == 4 * 2 + 2
+    assert "theirs" in {row[0] for row in fedstill.list_methods().rows}
+
+
+def test_entry_points_are_looked_for_in_three_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def entry_points(*, group: str) -> list[Any]:
+        asked.append(group)
+        return []
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    custom.installed.cache_clear()
+    for kind in ("methods", "models", "datasets"):
+        assert custom.installed(kind) == {}
+    custom.installed.cache_clear()
+    assert asked == ["fedstill.methods", "fedstill.models", "fedstill.datasets"]
+
+
+# --- what is promised ---
+
+
+def test_dir_lists_what_is_public_and_all_of_it_has_documentation() -> None:
+    assert set(dir(fedstill)) == {*fedstill.__all__, "__version__"}
+    assert [name for name in fedstill.__all__ if not getattr(fedstill, name).__doc__] == []
+
+
+def test_the_page_lists_every_public_name_once() -> None:
+    page = (ROOT / "docs/api.md").read_text()
+    named = re.findall(r"^\| `(\w+)` \|", page, flags=re.M)
+    assert sorted(named) == sorted(fedstill.__all__)
+
+
+@pytest.mark.slow
+def test_a_users_script_is_checked_by_its_types(tmp_path: Path) -> None:
+    """With `mypy --strict` and public names alone; wrong keywords are found where they stand."""
+    good = (ROOT / "tests/support/user_script.py").read_text()
+    assert re.findall(r"^(?:from|import) fedstill\S*", good, flags=re.M) == ["import fedstill"]
+    (tmp_path / "wrong.py").write_text(
+        "import fedstill\n"
+        "fedstill.run('fedavg', rouns=3)\n"
+        "fedstill.run('fedavg', rounds='three')\n"
+        "fedstill.Config(buffers='keep')\n"
+        "fedstill.compare('fedavg', seeds='many')\n"
+    )
+    (tmp_path / "good.py").write_text(good)
+    words = [sys.executable, "-m", "mypy", "--strict", "--config-file", "", "--follow-imports", "silent",
+             "--cache-dir", str(tmp_path / "cache"), "--no-error-summary"]  # fmt: skip
+    found = subprocess.run([*words, "good.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert found.stdout == ""
+    wrong = subprocess.run([*words, "wrong.py"], cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    assert [int(n) for n in re.findall(r"^wrong\.py:(\d+): error", wrong, flags=re.M)] == [2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_the_users_script_runs(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/support/user_script.py", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["stopped_by"] == "EarlyStopping"

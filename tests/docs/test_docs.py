@@ -50,7 +50,9 @@ def test_the_server_side_of_the_page_weighs_by_confidence(run_small: RunSmall, b
     text = Path(source).read_text()
     plain = Path(source).with_name("plain.py")
     plain.write_text(text.replace("mean_logits(outputs, weights)", "mean_logits(outputs)"))
-    torch.testing.assert_close(weights(alike), weights(run_small(f"{plain}:ByConfidence", **PROXY)), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        weights(alike), weights(run_small(f"{plain}:ByConfidence", **PROXY)), rtol=1e-3, atol=1e-4
+    )
     first = text.replace("mean_logits(outputs, weights)", "mean_logits(outputs, (sure == sure.amax(0)).float())")
     plain.with_name("first.py").write_text(first)
     surest = run_small(f"{plain.with_name('first.py')}:ByConfidence", **PROXY)

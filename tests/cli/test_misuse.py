@@ -690,3 +690,25 @@ def test_ctrl_c_says_how_to_go_on_and_the_run_goes_on(tmp_path: Path) -> None:
     assert 0 < done < 500
     assert fedstill("resume", path, "--rounds", done + 1).code == 0
     assert_same_run(path, run("fedavg", tmp_path / "whole", rounds=done + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["inline", "process"])
+def test_an_error_in_a_users_method_names_its_file_and_line(tmp_path: Path, engine: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import fedstill\nclass M(fedstill.FedAvg):\n    def objective(self, client):\n        return 1 / 0\n"
+    )
+    settings = short(out=tmp_path / "run", engine=engine, workers=1)
+    line = message(fedstill("run", f"{file}:M", *settings), hint=True)
+    assert f"division by zero ({file}, line 4)" in line
+
+
+def test_a_comparison_that_is_interrupted_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedstill.analysis.comparing.run_cells", interrupt)
+    answer = fedstill("compare", "fedavg", *short(out=tmp_path / "c"))
+    assert answer.code == 130
+    assert answer.err.splitlines() == ["error: stopped", "what is done is kept; continue with: the same command"]

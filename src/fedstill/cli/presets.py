@@ -64,10 +64,11 @@ def reproduce(
         stem = out / f"{plan.name.replace('/', '-')}-{scale}"
         write_json(stem.with_suffix(".json"), without_nan(saved(plan, numbers)))
         write_atomic(stem.with_suffix(".md"), markdown(plan, numbers, seeds))
-        picture = stem.with_suffix(".png")
-        drawn = draw(plan, numbers, picture, show_progress)
         if shown:
-            say(f"saved: {stem}.json, {stem}.md" + (f", {picture}" if drawn else ""))
+            say(f"saved: {stem}.json, {stem}.md")
+        picture = stem.with_suffix(".png")
+        if draw(plan, numbers, picture, show_progress) and shown:
+            say(f"saved: {picture}")
 
 
 def _show(name: str, preset: Preset, scale: Scale) -> None:

@@ -69,7 +69,7 @@ def swept_bubbles(federations: Mapping[str, Federation], path: str | style.Targe
     inner_width, inner_height = max(cell * clients, 3.0), max(cell * classes, 2.0)
     step = inner_height + between
     width, height = left + inner_width + right, below + step * len(held) - between + above
-    figure = Figure(figsize=(width, height))
+    figure = style.Picture(figsize=(width, height))
     FigureCanvasAgg(figure)
 
     most = max(*(int(counts.max(initial=0)) for counts in held), 1)

@@ -64,9 +64,18 @@ def label(metric: str) -> str:
     return METRICS.get(metric, metric.replace("_", " "))
 
 
+class Picture(Figure):
+    """A figure that a notebook shows as it is, without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        drawn = io.BytesIO()
+        self.savefig(drawn, format="png", dpi=110)
+        return drawn.getvalue()
+
+
 def begin(width: float, height: float, title: str = "") -> Figure:
     """An empty figure of a size in inches, titled if there is a title; panels make room for each other."""
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Picture(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     if title:
         figure.suptitle(wrapped(title, width), fontsize=11)

@@ -29,7 +29,7 @@ class Progress(Callback):
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
-        self._bar: _TerminalBar | _NotebookBar | None = None
+        self._bar: _TerminalBar | NotebookBar | None = None
         self._clients = self._clients_done = 0
         self.began = False  # whether the run got as far as its rounds
 
@@ -45,7 +45,7 @@ class Progress(Callback):
             self._say(warning)
         if run.round < c.rounds:
             if in_notebook():
-                self._bar = _NotebookBar(c.method, run.round, c.rounds)
+                self._bar = NotebookBar(c.method, run.round, c.rounds)
             elif self._console.is_terminal:
                 self._bar = _TerminalBar(self._console, c.method, run.round, c.rounds)
 
@@ -111,7 +111,7 @@ class _TerminalBar:
         self._bar.stop()
 
 
-class _NotebookBar:
+class NotebookBar:
     """A bar in HTML, which every notebook shows without further packages."""
 
     def __init__(self, name: str, done: int, rounds: int) -> None:

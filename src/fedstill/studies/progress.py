@@ -15,6 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fedstill.running.progress import NotebookBar, in_notebook
 from fedstill.studies.cells import Cell, Watcher
 
 
@@ -38,6 +39,8 @@ class AllRuns(Watcher):
         )
         total = sum(cell.config.rounds for cell in cells)
         self._task = self._bar.add_task(self._what(), total=total, completed=sum(done.values()))
+        self._rounds = sum(done.values())
+        self._notebook = NotebookBar("", self._rounds, total) if in_notebook() else None
         if self._finished:
             console.print(f"{self._finished} of {self._runs} runs are there already", highlight=False)
 
@@ -52,10 +55,15 @@ class AllRuns(Watcher):
         return f"{self._finished} of {self._runs} runs done"
 
     def round_done(self, cell: Cell, round_: int) -> None:
+        self._rounds += 1
         self._bar.advance(self._task)
+        if self._notebook:
+            self._notebook.show(self._rounds, f"rounds, {self._what()}")
 
     def finished(self, cell: Cell) -> None:
         self._finished += 1
         self._bar.update(self._task, description=self._what())
-        if not self._console.is_terminal:
+        if self._notebook:
+            self._notebook.show(self._rounds, f"rounds, {self._what()}")
+        elif not self._console.is_terminal:
             self._console.print(f"{self._what()}: {cell.path}", highlight=False, soft_wrap=True)

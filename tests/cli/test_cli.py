@@ -491,3 +491,25 @@ def test_compare_with_force_does_not_begin_if_a_folder_is_not_its_own(tmp_path: 
     assert answer.code == 2
     assert "both/fedprox is not a run directory; --force will not delete it" in answer.err
     assert not (tmp_path / "both" / "fedavg").exists()
+
+
+@pytest.mark.slow
+def test_a_callback_in_a_file_stops_a_run_which_is_shown_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import fedstill\n"
+        "class Two(fedstill.Callback):\n"
+        "    def on_round_end(self, run, record):\n"
+        "        return record['round'] == 2\n"
+    )
+    words = ("--callback", f"{tmp_path}/mine.py:Two")
+    answer = fedstill("run", "fedavg", *short(out=tmp_path / "run", rounds=3), *words)
+    assert answer.code == 0, answer.err
+    assert "stopped by Two after round 2 of 3" in answer.out
+    shown = fedstill("show", tmp_path / "run").out
+    assert "2 of 3 rounds, stopped by Two" in shown
+    assert "accuracy best" in shown
+    assert fedstill("report", tmp_path / "run", "--out", tmp_path / "page.html").code == 0
+    assert fedstill("resume", tmp_path / "run").code == 0
+    assert "stopped" not in fedstill("show", tmp_path / "run").out
+    wrong = fedstill("run", "fedavg", *short(out=tmp_path / "other"), "--callback", "early")
+    assert wrong.err == "error: --callback early: write it as file.py:name\n"

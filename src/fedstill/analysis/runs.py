@@ -17,7 +17,7 @@ from fedstill.core.files import read_json
 from fedstill.metrics.records import EpisodeRecord, RoundRecord
 from fedstill.report.runs import HYPER, Group, RunData, flat, short, value
 from fedstill.running import files
-from fedstill.running.directory import RunDirectory
+from fedstill.running.directory import RunDirectory, stopped_by
 
 
 def read_runs(directories: Iterable[Path]) -> list[RunData]:
@@ -40,7 +40,7 @@ def read_run(path: Path) -> RunData:
     # A setting that is younger than the run had what is now its default.
     settings = flat(Config.model_validate({}).model_dump() | read_toml(path / files.CONFIG))
     done = records[-1]["round"] if records else 0
-    ended = (path / files.SUMMARY).is_file() and done == settings["rounds"]
+    ended = (path / files.SUMMARY).is_file() and (done == settings["rounds"] or bool(stopped_by(path)))
     return RunData(
         path,
         settings,

@@ -18,6 +18,7 @@ from fedstill.analysis.comparing import COMPARISON, read_comparison, slug
 from fedstill.analysis.tables import episodes_table, percent, reliability_table, results_table
 from fedstill.building.config import Config, is_config_file, parse_assignments, parse_sweeps, read_toml, resolve
 from fedstill.cli.failure import Halted
+from fedstill.core import custom
 from fedstill.core.choices import Format
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import read_json
@@ -26,7 +27,7 @@ from fedstill.methods import registry
 from fedstill.metrics.records import RoundRecord, Summary
 from fedstill.running import api, files
 from fedstill.running.callbacks import Callback
-from fedstill.running.directory import RunDirectory
+from fedstill.running.directory import RunDirectory, stopped_by
 from fedstill.running.inputs import prepare_again
 from fedstill.running.progress import Progress
 from fedstill.running.result import Result
@@ -51,6 +52,7 @@ def run(
     force: bool,
     dry_run: bool,
     tensorboard: bool = False,
+    callbacks: Sequence[str] = (),
 ) -> None:
     config = config_of(method, flags, assignments)
     if dry_run:
@@ -58,22 +60,36 @@ def run(
         return
     path = out or Path("runs") / run_name(config)
     with run_in(path) as display:
-        callbacks = _callbacks(display, tensorboard=tensorboard)
-        result = api.run_config(config, path, force=force, callbacks=callbacks)
+        hearing = [display, *own_callbacks(callbacks, tensorboard=tensorboard)]
+        result = api.run_config(config, path, force=force, callbacks=hearing)
     _show_result(result, config, path)
 
 
-def resume(directory: Path, rounds: int | None, *, device: str | None = None, tensorboard: bool = False) -> None:
+def resume(
+    directory: Path,
+    rounds: int | None,
+    *,
+    device: str | None = None,
+    tensorboard: bool = False,
+    callbacks: Sequence[str] = (),
+) -> None:
     if rounds is not None and rounds < 1:
         raise SettingError(f"--rounds {rounds}: at least 1 is needed")
     with run_in(directory) as display:
-        callbacks = _callbacks(display, tensorboard=tensorboard)
-        result = api.resume(directory, rounds=rounds, device=device, callbacks=callbacks)
+        hearing = [display, *own_callbacks(callbacks, tensorboard=tensorboard)]
+        result = api.resume(directory, rounds=rounds, device=device, callbacks=hearing)
     _show_result(result, RunDirectory.open(directory, lock=False).config(), directory)
 
 
-def _callbacks(display: Progress, *, tensorboard: bool) -> list[Callback]:
-    return [display, TensorBoard()] if tensorboard else [display]
+def own_callbacks(references: Sequence[str], *, tensorboard: bool = False) -> list[Callback]:
+    """The callbacks that files name: an object, or a class or function that gives one."""
+    found: list[Callback] = [TensorBoard()] if tensorboard else []
+    for reference in references:
+        if not custom.is_reference(reference):
+            raise SettingError(f"--callback {reference}: write it as file.py:name")
+        made = custom.load(reference)
+        found.append(made if isinstance(made, Callback) else custom.call(reference))
+    return found
 
 
 def _show_result(result: Result, config: Config, path: Path) -> None:
@@ -112,11 +128,11 @@ def show(directories: list[Path], plot: Path | None, as_: Format) -> None:
         records[name] = directory_.records()
         total = read_toml(directory / files.CONFIG).get("rounds", "?")
         done = records[name][-1]["round"] if records[name] else 0
-        summary = read_json(directory / files.SUMMARY) if (directory / files.SUMMARY).exists() else None
-        if summary and (done == total or "stopped_by" in summary):
-            finished[name] = summary
-        if done != total:
-            stopped = f", stopped by {summary['stopped_by']}" if summary and "stopped_by" in summary else ""
+        by, summary = stopped_by(directory), directory / files.SUMMARY
+        if summary.exists() and (done == total or by):
+            finished[name] = read_json(summary)
+        if name not in finished or by:
+            stopped = f", stopped by {by}" if by else ""
             say(f"{directory}: {done} of {total} rounds{stopped}; continue it with 'fedstill resume {directory}'")
     if finished:
         print_tables([results_table(finished)], as_)

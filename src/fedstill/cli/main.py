@@ -94,6 +94,15 @@ Force = Annotated[bool, typer.Option("--force", help="Replace a run directory th
 TensorBoard = Annotated[
     bool, typer.Option("--tensorboard", help="Also write events for TensorBoard.", rich_help_panel=RUNNING)
 ]
+Callbacks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--callback",
+        metavar="FILE.PY:NAME",
+        help="A fedstill.Callback, or what gives one: it hears how the run goes on and may stop it; repeatable.",
+        rich_help_panel=RUNNING,
+    ),
+]
 DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Print the complete configuration as TOML, which reproduces the run."),
@@ -135,6 +144,7 @@ def run(
     force: Force = False,
     dry_run: DryRun = False,
     tensorboard: TensorBoard = False,
+    callback: Callbacks = None,
 ) -> None:
     """Train one federation.
 
@@ -146,7 +156,10 @@ def run(
 
     Settings come from flags, then the file, then defaults.
     """
-    _commands().run(method, settings, set_ or [], out=out, force=force, dry_run=dry_run, tensorboard=tensorboard)
+    _commands().run(
+        method, settings, set_ or [], out=out, force=force, dry_run=dry_run, tensorboard=tensorboard,
+        callbacks=callback or [],
+    )  # fmt: skip
 
 
 @app.command(rich_help_panel="Train")
@@ -181,10 +194,11 @@ def resume(
     rounds: Annotated[int | None, typer.Option(help="Go on to this round, also after the run had ended.")] = None,
     device: Annotated[str | None, typer.Option(help="Go on here: cpu, cuda, cuda:1 and so on, or auto.")] = None,
     tensorboard: TensorBoard = False,
+    callback: Callbacks = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Continue a run after any interruption; the result is the same, bit for bit."""
-    _commands().resume(directory, rounds, device=device, tensorboard=tensorboard)
+    _commands().resume(directory, rounds, device=device, tensorboard=tensorboard, callbacks=callback or [])
 
 
 @app.command(rich_help_panel="Train")
@@ -219,6 +233,7 @@ def serve(
     insecure: Insecure = False,
     out: Out = None,
     set_: Set = None,
+    callback: Callbacks = None,
 ) -> None:
     """Train with sites that keep their data: the server's end. Killed, the same command goes on where it was.
 
@@ -229,6 +244,7 @@ def serve(
     importlib.import_module("fedstill.cli.network").serve(
         method, settings, set_ or [], keys=keys, host=host, port=port, out=out, timeout=timeout, wait=wait,
         needed=needed, wait_after=wait_after, recount=recount or [], regional=regional, insecure=insecure,
+        callbacks=callback or [],
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from fedstill.analysis.tables import results_table
 from fedstill.building.config import Config
 from fedstill.building.data import load_data, undivided
 from fedstill.building.setup import largest_answer
-from fedstill.cli.commands import Flags, config_of, console, print_table, run_in, run_name, say
+from fedstill.cli.commands import Flags, config_of, console, own_callbacks, print_table, run_in, run_name, say
 from fedstill.cli.failure import TERMINATED, Terminated
 from fedstill.core.errors import SettingError, unknown
 from fedstill.core.owner import check_private
@@ -90,7 +90,7 @@ def _terminable() -> Iterator[None]:
 def serve(
     method: str, flags: Flags, assignments: list[str], *, keys: Path, host: str, port: int, out: Path | None,
     timeout: float, wait: float, needed: int, wait_after: float | None, recount: list[str], regional: bool,
-    insecure: bool,
+    insecure: bool, callbacks: Sequence[str] = (),
 ) -> None:  # fmt: skip
     _needs_flower()
     public, revoked = _public_keys(keys), _revoked(keys)
@@ -101,6 +101,7 @@ def serve(
     if regional:
         names += sorted(revoked & {table.name for table in config.each_region()})
         regions_of(config, names)
+    hearing = own_callbacks(callbacks)
     _warn(insecure)
     limit = largest_answer(config, undivided(config, load_data(config)))
     with (
@@ -120,7 +121,15 @@ def serve(
             return time.monotonic() < until
 
         result = serve_sites(
-            config, names, link, path, terms=terms, pause=pause, callbacks=[display], regional=regional, revoked=revoked
+            config,
+            names,
+            link,
+            path,
+            terms=terms,
+            pause=pause,
+            callbacks=[display, *hearing],
+            regional=regional,
+            revoked=revoked,
         )
     print_table(results_table({config.method: result.summary}), no_wrap=True)
     say(f"all of it: {path}")

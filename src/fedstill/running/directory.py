@@ -16,7 +16,16 @@ from typing import Any, cast
 from fedstill.building.config import Config, read_toml, resolve
 from fedstill.core import tree, trust
 from fedstill.core.errors import DataError, FedstillError, SettingError
-from fedstill.core.files import GrowingFile, check_file, read_sealed_json, sha256, sync, write_atomic, write_sealed_json
+from fedstill.core.files import (
+    GrowingFile,
+    check_file,
+    read_json,
+    read_sealed_json,
+    sha256,
+    sync,
+    write_atomic,
+    write_sealed_json,
+)
 from fedstill.core.index import Entries, Entry, Index, newest
 from fedstill.core.store import Store
 from fedstill.core.tree import Tree
@@ -455,6 +464,13 @@ def check_result(path: Path, name: str) -> None:
         digests = read_sealed_json(path / files.DIGESTS).get("files")
         if isinstance(digests, dict) and name in digests:
             check_file(path / name, digests[name])
+
+
+def stopped_by(path: Path) -> str:
+    """The callback that ended a run before its last round; empty if none did, or if it has gone on since."""
+    if not (path / files.SUMMARY).is_file() or not (path / files.DIGESTS).is_file():
+        return ""
+    return str(read_json(path / files.SUMMARY).get("stopped_by", ""))
 
 
 def check_place(path: Path, *, force: bool) -> None:

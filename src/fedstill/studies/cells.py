@@ -26,7 +26,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.metrics.records import RoundRecord, Summary
 from fedstill.running import api, files
 from fedstill.running.callbacks import Callback, RunView
-from fedstill.running.directory import RunDirectory, check_result
+from fedstill.running.directory import RunDirectory, check_result, stopped_by
 from fedstill.running.machine import check_engine, cores, one_thread
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Cell:
         done = max((record["round"] for record in there.records()), default=0)
         if not (self.path / files.SUMMARY).exists():
             return min(done, self.config.rounds - 1)
-        if done < self.config.rounds and "stopped_by" in self.summary():
+        if done < self.config.rounds and stopped_by(self.path):
             return done  # by a callback, in a run of its own
         if done < self.config.rounds:
             raise DataError(

@@ -13,9 +13,10 @@ import numpy as np
 from fedstill.building.config import Config, RegionSettings
 from fedstill.building.task import local_training
 from fedstill.core import seeds
+from fedstill.core.arrays import IntArray
 from fedstill.core.errors import SettingError
 from fedstill.data.federation import Federation
-from fedstill.data.partition import IntArray, regions
+from fedstill.data.partition import regions
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.train.task import Task

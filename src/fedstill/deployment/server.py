@@ -19,12 +19,12 @@ from fedstill.building.config import Config, anchored, fixed
 from fedstill.building.data import load_data, undivided
 from fedstill.building.setup import prepare
 from fedstill.building.topology import assign
+from fedstill.core.arrays import IntArray
 from fedstill.core.device import find
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import read_sealed_json, write_sealed_json
 from fedstill.core.owner import private_folder
 from fedstill.core.tree import Message, Tree
-from fedstill.data.partition import IntArray
 from fedstill.deployment.audit import RecordedLink
 from fedstill.deployment.episodes import TOTALS, EpisodeLoop
 from fedstill.deployment.protocol import RunInfo, SiteLink, are_counts, failure_reason, run_number

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.core.arrays import IntArray
 from fedstill.data.federation import Federation
-from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Score, Source
 from fedstill.metrics.fairness import Fairness, fairness, fairness_of_counts

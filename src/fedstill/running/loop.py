@@ -24,9 +24,9 @@ from fedstill.building.config import anchored, fixed
 from fedstill.building.setup import Setup
 from fedstill.building.topology import Region, cohort_size, draw_cohort, with_data
 from fedstill.core import device, seeds, tree
+from fedstill.core.arrays import IntArray
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import Message, first_not_finite, nbytes
-from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import FinalExchange, Train, Worker
 from fedstill.methods.base import Server, misfit

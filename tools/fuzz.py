@@ -408,16 +408,16 @@ def _run_directories(folder: Path) -> list[Target]:
     run.write_digests()
     run.release()
     write_sealed_json(path / "run.json", {"number": "0" * 16, "sites": ["a", "b"]})
-    kept = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    originals = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
     def whole(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
         """With every other file as it was."""
 
         def written(data: bytes) -> object:
             for file in path.rglob("*"):
-                if file.is_file() and file not in kept:
+                if file.is_file() and file not in originals:
                     file.unlink()
-            for file, content in kept.items():
+            for file, content in originals.items():
                 if not file.exists() or file.read_bytes() != content:
                     file.write_bytes(content)
             (path / name).write_bytes(data)
@@ -519,7 +519,7 @@ def main() -> int:
 
     signal.signal(signal.SIGPROF, late)
     folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    kept = Path(tempfile.mkdtemp(prefix="fuzz-findings-"))
+    findings = Path(tempfile.mkdtemp(prefix="fuzz-findings-"))
     chosen = [t for t in targets(folder) if not given.only or t.name in given.only.split(",")]
     counts, seen = dict.fromkeys((t.name for t in chosen), 0), dict[str, Finding]()
     spent = dict.fromkeys(range(len(chosen)), 0.0)
@@ -542,11 +542,11 @@ def main() -> int:
             key = f"{target.name}: {found.problem.split(':')[0]} {place}"
             if key not in seen:
                 seen[key] = found
-                (kept / f"{len(seen)}-{target.name.replace('/', '_')}").write_bytes(data)
+                (findings / f"{len(seen)}-{target.name.replace('/', '_')}").write_bytes(data)
                 print(f"{target.name}, seed {seed}: {found.problem}\n{found.traceback}", flush=True)
     for name, count in counts.items():
         print(f"{count:9,}  {name}")
-    print(f"{sum(counts.values()):9,}  inputs in {given.seconds:.0f} s, {len(seen)} findings, kept in {kept}")
+    print(f"{sum(counts.values()):9,}  inputs in {given.seconds:.0f} s, {len(seen)} findings, kept in {findings}")
     return 1 if seen else 0
 
 

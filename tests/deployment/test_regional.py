@@ -82,7 +82,7 @@ def test_a_regional_server_that_was_killed_in_the_middle_of_an_episode_goes_on(t
     alone(tmp_path / "alone", "scaffold+f2l", rounds=6)
     assert [r["round"] for r in result.records] == [2, 4, 6]
     assert weights(tmp_path / "served") == weights(tmp_path / "alone")
-    trained = [body["round"] for _, body in again.sites["east"].asked if body and body["kind"] == "Train"]
+    trained = [body["round"] for _, body in again.sites["east"].requests if body and body["kind"] == "Train"]
     assert min(trained) == 4, "rounds that are done are not done again"
 
 

@@ -162,8 +162,8 @@ class ByHand:
 
     def __post_init__(self) -> None:
         pool = self.meeting.pool
-        self.x, self.y = pool.samples.x(pool.taught), pool.samples.y[pool.taught]
-        self.checked_x, self.checked_y = pool.samples.x(pool.checked), pool.samples.y[pool.checked]
+        self.x, self.y = pool.samples.x(pool.train), pool.samples.y[pool.train]
+        self.checked_x, self.checked_y = pool.samples.x(pool.check), pool.samples.y[pool.check]
         self.teachers = [exact(network(teacher), self.x)[0] for teacher in self.meeting.teachers]
         self.old = exact(network(self.meeting.old), self.x)[0]
 
@@ -478,8 +478,8 @@ def test_the_whole_pool_serves_everything_by_default(tmp_path: Path) -> None:
     train = setup().federation.dataset.train
     torch.testing.assert_close(pool.samples.x(everything), normalised(train.x[index]), rtol=1e-5, atol=1e-5)
     assert torch.equal(pool.samples.y, train.y[index])
-    assert torch.equal(pool.taught, everything)
-    assert torch.equal(pool.checked, everything)
+    assert torch.equal(pool.train, everything)
+    assert torch.equal(pool.check, everything)
     assert pool.labelled.all()
 
 
@@ -496,7 +496,7 @@ def test_server_frac_takes_a_share_of_a_long_tailed_pool(tmp_path: Path, choice:
     expected = [min(n, even) if choice == "balanced" else max(1, round(share * n)) for n in held]
     assert counts(pool.samples.y) == expected
     again = LKD(server_frac=share, pool_choice=choice).pool(server)
-    assert torch.equal(again.samples.x(again.taught), pool.samples.x(pool.taught)), "the same in every round"
+    assert torch.equal(again.samples.x(again.train), pool.samples.x(pool.train)), "the same in every round"
 
 
 def test_labelled_frac_and_val_split_divide_the_pool(tmp_path: Path) -> None:
@@ -504,16 +504,16 @@ def test_labelled_frac_and_val_split_divide_the_pool(tmp_path: Path) -> None:
     assert server.pool is not None
     n = len(server.pool)
     half = LKD(labelled_frac=0.5).pool(server)
-    assert torch.equal(half.taught, torch.arange(n)), "the unlabelled are taught with too"
-    assert torch.equal(half.checked, torch.nonzero(half.labelled).flatten()), "only the labelled are checked"
-    assert counts(half.samples.y[half.checked]) == [round(0.5 * c) for c in counts(server.pool.y)]
+    assert torch.equal(half.train, torch.arange(n)), "the unlabelled are taught with too"
+    assert torch.equal(half.check, torch.nonzero(half.labelled).flatten()), "only the labelled are checked"
+    assert counts(half.samples.y[half.check]) == [round(0.5 * c) for c in counts(server.pool.y)]
     both = LKD(labelled_frac=0.5, val_split=0.25).pool(server)
-    assert not set(both.taught.tolist()) & set(both.checked.tolist())
-    assert sorted(both.taught.tolist() + both.checked.tolist()) == list(range(n))
-    assert set(both.checked.tolist()) <= set(half.checked.tolist()), "kept from the labelled"
-    assert int(both.labelled.sum()) + len(both.checked) == len(half.checked), "what is left of them has its labels"
-    expected = [max(1, round(0.25 * c)) for c in counts(half.samples.y[half.checked])]
-    assert counts(both.samples.y[both.checked]) == expected
+    assert not set(both.train.tolist()) & set(both.check.tolist())
+    assert sorted(both.train.tolist() + both.check.tolist()) == list(range(n))
+    assert set(both.check.tolist()) <= set(half.check.tolist()), "kept from the labelled"
+    assert int(both.labelled.sum()) + len(both.check) == len(half.check), "what is left of them has its labels"
+    expected = [max(1, round(0.25 * c)) for c in counts(half.samples.y[half.check])]
+    assert counts(both.samples.y[both.check]) == expected
 
 
 @pytest.mark.parametrize("hyper", [{"labelled_frac": 0.5}, {"labelled_frac": 0.5, "val_split": 0.4}])
@@ -523,14 +523,14 @@ def test_labels_beyond_labelled_frac_are_never_looked_at(
     hyper |= {"lambda3": 0.5}
     honest = met(tmp_path, "lkd", **hyper)
     known = torch.zeros(len(honest.pool.samples), dtype=torch.bool)
-    known[honest.pool.checked] = True
-    known[honest.pool.taught[honest.pool.labelled]] = True
+    known[honest.pool.check] = True
+    known[honest.pool.train[honest.pool.labelled]] = True
     original = LKD.pool
 
     def with_false_labels(self: LKD, server: Server) -> Split:
         pool, everything = original(self, server), torch.arange(len(known))
         labels = torch.where(known, pool.samples.y, (pool.samples.y + 1) % CLASSES)
-        return Split(as_samples(pool.samples.x(everything), labels), pool.taught, pool.checked, pool.labelled)
+        return Split(as_samples(pool.samples.x(everything), labels), pool.train, pool.check, pool.labelled)
 
     monkeypatch.setattr(LKD, "pool", with_false_labels)
     assert 0 < known.sum() < len(known)
@@ -576,11 +576,11 @@ def test_each_teacher_is_asked_once_and_the_student_once_an_epoch(
     pool, epochs = meeting.pool, SHORT["server_epochs"]
     for teacher in meeting.teachers:
         assert asked.pop(known_as(teacher)) == len(pool.samples)
-    assert taught == epochs * len(pool.taught)
+    assert taught == epochs * len(pool.train)
     if meeting.method.update:
         assert asked.pop(known_as(meeting.old)) == len(pool.samples)
         starts = meeting.steps[:: len(meeting.steps) // epochs]
-        assert [asked.pop(known_as(step.student)) for step in starts] == [len(pool.checked)] * epochs
+        assert [asked.pop(known_as(step.student)) for step in starts] == [len(pool.check)] * epochs
     assert not asked
 
 

@@ -1,4 +1,4 @@
-"""Who owns which sample: ways to divide labelled data between clients.
+"""The data partition: ways to divide labelled data between clients.
 
 A partition gives one owner per sample (-1: nobody), so no sample can be given out twice. `partition_schemes` has them.
 """

@@ -198,8 +198,8 @@ def serve(
     config = config.model_copy(update={"checkpoint_every": 1})
     dataset = load_data(config, saved_tokenizer(out))
     server_data = undivided(config, dataset)
-    begun = (out / files.CONFIG).is_file()
-    directory = RunDirectory.open(out) if begun else _created(out, config)
+    exists = (out / files.CONFIG).is_file()
+    directory = RunDirectory.open(out) if exists else _created(out, config)
     try:
         directory.check_rounds(config.rounds)
         link = RecordedLink(link, out / files.RECEIVED)
@@ -257,7 +257,7 @@ def serve(
                     f"only {registry.reported_sites} of {len(wanted)} sites are there, {needed} are needed"
                 )
             setup = prepare(config, data=registry.federation, elsewhere=True)
-        if begun and directory.oldest_checkpoint():
+        if exists and directory.oldest_checkpoint():
             refuse_changes(fixed(directory.config()), fixed(anchored(config)))
             check_inputs(setup, out)
         save_inputs(setup, directory)

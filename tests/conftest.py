@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ os.environ.setdefault("FEDSTILL_OFFLINE", "1")
 
 import fedstill
 from fedstill.running.api import Result
+from support.float64 import in_float64
 from support.guards import (  # noqa: F401 - hooks
     pytest_collection_modifyitems,
     pytest_configure,
@@ -41,3 +43,10 @@ def run_small(tmp_path: Path) -> RunSmall:
         return fedstill.run(method, **(SMALL | settings))
 
     return start
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """The test computes in float64, and so does the library."""
+    with in_float64():
+        yield

@@ -99,8 +99,9 @@ def _federation() -> fedstill.Federation:
 def normalised(x: Tensor) -> Tensor:
     """Stored images as a network sees them."""
     dataset = _federation().dataset
-    mean, std = (np.array(v, np.float32)[:, None, None] for v in (dataset.mean, dataset.std))
-    return torch.from_numpy((x.numpy() / np.float32(255) - mean) / std)
+    number = np.float64 if torch.get_default_dtype() == torch.float64 else np.float32
+    mean, std = (np.array(v, number)[:, None, None] for v in (dataset.mean, dataset.std))
+    return torch.from_numpy((x.numpy() / number(255) - mean) / std)
 
 
 @cache

@@ -78,7 +78,7 @@ class DaFKD(Distilling):
         up = inner.up | generator
         if self.judged and self.private:
             shape = (self.batches * self.server_batch, task.classes)
-            up |= {"predictions": Part(shape, "weighted predictions", optional=True, kind=Kind.PREDICTIONS)}
+            up |= {"predictions": Part(shape, "weighted predictions", task.dtype, optional=True, kind=Kind.PREDICTIONS)}
         elif self.judged:
             up |= weights("discriminator", self.discriminator(task))
         return Wire(inner.down | generator, up)

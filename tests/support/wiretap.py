@@ -99,9 +99,8 @@ def _federation() -> fedstill.Federation:
 def normalised(x: Tensor) -> Tensor:
     """Stored images as a network sees them."""
     dataset = _federation().dataset
-    number = np.float64 if torch.get_default_dtype() == torch.float64 else np.float32
-    mean, std = (np.array(v, number)[:, None, None] for v in (dataset.mean, dataset.std))
-    return torch.from_numpy((x.numpy() / number(255) - mean) / std)
+    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (dataset.mean, dataset.std))
+    return (x.to(torch.get_default_dtype()) / 255 - mean) / std
 
 
 @cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,9 @@ def test_the_check_of_the_layers_sees_an_import_that_goes_upwards(tmp_path: Path
     )
     assert imported(file) == {"cli", "engine", "."}
     assert not imported(file) & allowed("core")
+
+
+@pytest.mark.slow
+def test_the_superlinks_process_does_not_wait_for_pytorch() -> None:
+    code = "import sys, fedstill.flower.superlink.__main__; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"

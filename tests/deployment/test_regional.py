@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import fedstill
 from fedstill.core.tree import Tree
@@ -18,7 +17,7 @@ from fedstill.metrics.records import RoundRecord
 from fedstill.running.loop import Listener
 from support.regions import SETTINGS, SITES, Wire, World, alone, served
 from support.runs import slow
-from support.sites import weights
+from support.sites import MALFORMED, weights
 
 
 @pytest.fixture(autouse=True)
@@ -119,9 +118,7 @@ def test_a_region_and_a_site_that_come_late_take_part_from_then_on(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda a: {"message": {"model": a["message"]["model"][:-1]}}, "has shape"),
-        (lambda a: {"message": {"weights": a["message"]["model"]}}, "it holds"),
-        (lambda a: {"message": {"model": a["message"]["model"] * torch.nan}}, "not finite"),
+        *MALFORMED,
         (lambda a: {"metrics": {"clients": "three"}}, "metrics are not numbers"),
     ],
 )

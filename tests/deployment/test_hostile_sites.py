@@ -28,7 +28,7 @@ from fedstill.methods.base import Server, Uplink
 from fedstill.methods.fedavg import FedAvg
 from fedstill.metrics.records import RoundRecord
 from fedstill.running import judging, retries
-from fedstill.running.judging import Held, Judge
+from fedstill.running.judging import AnswerBuffer, Judge
 from fedstill.running.loop import Listener
 from fedstill.running.uplinks import RoundFailed
 from support.sites import NAMES, SETTINGS, Silence, Wire, served, weights
@@ -243,7 +243,7 @@ def test_a_norm_that_overflows_is_a_fault_by_itself() -> None:
 
 def test_many_answers_wait_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "_IN_MEMORY", 50)
-    held = Held()
+    held = AnswerBuffer()
     for k in range(5):
         held.add({"model": torch.full((4,), float(k))})
     assert sum(isinstance(answer, dict) for answer in held._answers) == 3

@@ -22,7 +22,7 @@ from fedstill.running import directory as rundir
 from fedstill.running.directory import RunDirectory
 from fedstill.running.loop import Listener
 from support.runs import slow
-from support.sites import NAMES, SETTINGS, Silence, Wire, alone, served, sizes, weights
+from support.sites import MALFORMED, NAMES, SETTINGS, Silence, Wire, alone, served, sizes, weights
 
 NUMBERS = ("round", "accuracy", "loss", "amp", "fm", "wlp", "local_accuracy", "train_loss", "bytes_up", "dropped")
 
@@ -141,9 +141,7 @@ def test_a_site_that_comes_late_takes_part_from_then_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda a: {"message": {"model": a["message"]["model"][:-1]}}, "has shape"),
-        (lambda a: {"message": {"weights": a["message"]["model"]}}, "it holds"),
-        (lambda a: {"message": {"model": a["message"]["model"] * torch.nan}}, "not finite"),
+        *MALFORMED,
         (lambda a: {"message": "hello"}, "not a dict"),
         (lambda a: {"samples": -3}, "samples"),
         (lambda a: {"samples": a["samples"] + 1}, "samples"),

@@ -31,8 +31,9 @@ INPUTS = 40  # of each reader
 
 def _fuzz() -> ModuleType:
     """tools/fuzz.py as a module."""
-    place = Path(__file__).parents[2] / "tools" / "fuzz.py"
-    spec = importlib.util.spec_from_file_location("fuzz", place)
+    tools = Path(__file__).parents[2] / "tools"
+    sys.path.append(str(tools))  # what it imports stands beside it
+    spec = importlib.util.spec_from_file_location("fuzz", tools / "fuzz.py")
     assert spec
     assert spec.loader
     module = sys.modules["fuzz"] = importlib.util.module_from_spec(spec)  # where its dataclasses look for themselves

@@ -264,16 +264,16 @@ def draw_landscape(
 def toy_regions(*, rounds: int = 20, points: int = 200, seed: int = 0) -> list[list[Regions]]:
     """What FedAvg and FedGKD make of points in the plane: for each, the clients' models and the global one."""
     federation, truth = toys.federation(points, seed), toys.classes(toys.plane())
-    held = toys.clients(points, seed)
-    everything = (np.concatenate([x for x, _ in held]), np.concatenate([y for _, y in held]))
+    client_points = toys.clients(points, seed)
+    everything = (np.concatenate([x for x, _ in client_points]), np.concatenate([y for _, y in client_points]))
     rows = []
     for method in ("fedavg", "fedgkd"):
         outcome = toys.train(method, federation, rounds=rounds, seed=seed)
-        names = [*(f"{method}, client {k + 1}" for k in range(len(held))), f"{method}, global"]
+        names = [*(f"{method}, client {k + 1}" for k in range(len(client_points))), f"{method}, global"]
         rows.append(
             [
                 Regions(name, float((classes == truth).mean()), classes.reshape(toys.SIDE, toys.SIDE), *data)
-                for name, classes, data in zip(names, outcome.predicted, [*held, everything], strict=True)
+                for name, classes, data in zip(names, outcome.predicted, [*client_points, everything], strict=True)
             ]
         )
     return rows

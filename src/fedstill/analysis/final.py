@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fedstill.building.config import Config, is_object
 from fedstill.core import seeds
+from fedstill.core.arrays import IntArray
 from fedstill.core.errors import SettingError
 from fedstill.core.tree import read_tensors
 from fedstill.core.weights import FlatNet
-from fedstill.data.partition import IntArray
 from fedstill.models.base import Wrapped
 from fedstill.running import files
 from fedstill.running.directory import RunDirectory, check_result

@@ -25,7 +25,7 @@ from fedstill.train.task import Samples
 def load_data(config: Config, tokenizer: str = "") -> Dataset:
     """The dataset that the configuration names, images at the size that the model needs, text in a model's tokens."""
     if custom.is_reference(config.data):
-        return made_dataset(config.data)
+        return custom_dataset(config.data)
     if is_text(config.data):
         tokenizer = tokenizer or wanted_tokenizer(config)
     text = TextSettings(tokenizer, config.vocabulary, config.max_length)
@@ -65,15 +65,15 @@ def encoder_of(config: Config) -> str:
     return str(config.model_options.get("pretrained", DISTILBERT)) if config.model == "distilbert" else ""
 
 
-def made_dataset(reference: str) -> Dataset:
+def custom_dataset(reference: str) -> Dataset:
     """What a user's function makes."""
-    made = custom.call(reference)
-    if not isinstance(made, Dataset):
+    dataset = custom.call(reference)
+    if not isinstance(dataset, Dataset):
         raise SettingError(
-            f"{reference} returns a {type(made).__name__}; it must return a fedstill.Dataset "
+            f"{reference} returns a {type(dataset).__name__}; it must return a fedstill.Dataset "
             "(fedstill.from_arrays makes one)"
         )
-    return made
+    return dataset
 
 
 def wanted_size(config: Config) -> int:
@@ -126,7 +126,7 @@ def load_proxy(config: Config, given: Dataset | None, target: Dataset) -> Datase
     if given is not None:
         return sized(given, size)
     if custom.is_reference(config.proxy):
-        return sized(made_dataset(config.proxy), size)
+        return sized(custom_dataset(config.proxy), size)
     if config.proxy == config.data:
         raise SettingError(
             f"proxy = {config.proxy!r} is what the clients hold; for a part of it, set pool and proxy=pool"

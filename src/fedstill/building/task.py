@@ -72,23 +72,23 @@ def network_maker(config: Config, dataset: Dataset, method: Method, model: Netwo
     """A function that builds the network the method trains."""
     classes, shape = len(dataset.classes), dataset.input_shape
     if isinstance(model, nn.Module):
-        given = model
-        return lambda: method.network(as_classifier(copy.deepcopy(given)))
+        module = model
+        return lambda: method.network(as_classifier(copy.deepcopy(module)))
     if model is not None:
-        made = model
-        return lambda: method.network(as_classifier(made()))
+        make = model
+        return lambda: method.network(as_classifier(make()))
     if custom.is_reference(config.model):
-        return lambda: method.network(as_classifier(_own_network(config.model, shape, classes)))
+        return lambda: method.network(as_classifier(_custom_network(config.model, shape, classes)))
     vocabulary = dataset.vocabulary
     return lambda: method.network(build(config.model, shape, classes, vocabulary=vocabulary, **config.model_options))
 
 
-def _own_network(reference: str, shape: tuple[int, ...], classes: int) -> nn.Module:
+def _custom_network(reference: str, shape: tuple[int, ...], classes: int) -> nn.Module:
     """What a user's function makes of the shape of a sample and the number of classes."""
-    made = custom.call(reference, shape, classes)
-    if not isinstance(made, nn.Module):
-        raise SettingError(f"{reference} returns a {type(made).__name__}; it must return a torch.nn.Module")
-    return made
+    network = custom.call(reference, shape, classes)
+    if not isinstance(network, nn.Module):
+        raise SettingError(f"{reference} returns a {type(network).__name__}; it must return a torch.nn.Module")
+    return network
 
 
 def _check_fit(task: Task, config: Config) -> None:

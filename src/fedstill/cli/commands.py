@@ -164,21 +164,21 @@ def samples(directory: Path, clients: list[int], count: int, out: Path) -> None:
     def pictures(state: Any) -> Any:
         return setup.method.pictures(setup.task, state, count) if state else None
 
-    made = {}
+    galleries = {}
     if not clients and (images := pictures(run_directory.server_state())) is not None:
-        made["server"] = images
+        galleries["server"] = images
     for client in clients or range(setup.federation.clients):
         if (images := pictures(run_directory.client_store.latest(client))) is not None:
-            made[f"client {setup.federation.client_names[client]}"] = images
+            galleries[f"client {setup.federation.client_names[client]}"] = images
         elif clients:
             raise SettingError(f"client {client} has no generator here: it was never active, or the method has none")
-        if not clients and len(made) == 4:
+        if not clients and len(galleries) == 4:
             break
-    if not made:
+    if not galleries:
         raise SettingError(f"there is no generator in {directory}; methods with one are fedkf and dafkd")
     from fedstill.report.gallery import gallery
 
-    gallery(made, out, title=f"{setup.config.method} on {setup.config.data}")
+    gallery(galleries, out, title=f"{setup.config.method} on {setup.config.data}")
     say(f"picture: {out}")
 
 

@@ -96,7 +96,7 @@ def serve(
     public, revoked = _public_keys(keys), _revoked(keys)
     terms = _terms(public, timeout, needed, wait_after, recount)
     config = config_of(method, flags if regional else {**flags, "clients": len(public)}, assignments)
-    path = out or _begun(config, len(revoked)) or Path("runs") / f"served-{run_name(config)}"
+    path = out or _unfinished_run(config, len(revoked)) or Path("runs") / f"served-{run_name(config)}"
     names = list(public)
     if regional:
         names += sorted(revoked & {table.name for table in config.each_region()})
@@ -171,7 +171,7 @@ def _revoked(keys: Path) -> set[str]:
     return revoked(keys)
 
 
-def _begun(config: Config, revoked: int) -> Path | None:
+def _unfinished_run(config: Config, revoked: int) -> Path | None:
     """The directory of an unfinished run of before keys were revoked; its name has the number of sites."""
     for clients in range(config.clients + revoked, config.clients, -1):
         path = Path("runs") / f"served-{run_name(config.model_copy(update={'clients': clients}))}"
@@ -190,7 +190,7 @@ def _public_keys(keys: Path) -> dict[str, Path]:
     return public
 
 
-def _needed(needed: int, public: dict[str, Path]) -> int:
+def _sites_needed(needed: int, public: dict[str, Path]) -> int:
     if needed > len(public):
         raise SettingError(f"--needed {needed}: there are keys of {len(public)} sites")
     return needed or len(public)
@@ -200,7 +200,7 @@ def _terms(public: dict[str, Path], timeout: float, needed: int, wait_after: flo
     for name in recount:
         if name not in public:
             raise unknown("site", name, public)
-    return Terms(timeout, _needed(needed, public), wait_after, tuple(recount))
+    return Terms(timeout, _sites_needed(needed, public), wait_after, tuple(recount))
 
 
 def _warn(insecure: bool) -> None:

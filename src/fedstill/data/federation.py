@@ -12,12 +12,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedstill.core.arrays import IntArray
 from fedstill.core.choices import ALPHA
 from fedstill.core.errors import DataError, SettingError, unknown
 from fedstill.core.seeds import numpy_rng
 from fedstill.data import partition as partitions
 from fedstill.data.dataset import Dataset, Split
-from fedstill.data.partition import IntArray, check_setting, long_tail, random_ranks, subsample
+from fedstill.data.partition import check_setting, long_tail, subsample
+from fedstill.data.partition_draws import random_ranks
 
 Array = npt.NDArray[Any] | Tensor
 

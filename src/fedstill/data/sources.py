@@ -168,12 +168,12 @@ def _load_text(name: str, folder: Path, settings: TextSettings, progress: Progre
 
     def build() -> Decoded:
         found, texts, test_texts = read().divided(name)
-        made = tokenizer or tokens.trained(texts, settings.vocabulary)  # which thus knows no word of a test
+        encoder = tokenizer or tokens.trained(texts, settings.vocabulary)  # which thus knows no word of a test
         train, test = (
-            replace(part, x=tokens.encode(made, part_texts, settings.max_length))
+            replace(part, x=tokens.encode(encoder, part_texts, settings.max_length))
             for part, part_texts in ((found.train, texts), (found.test, test_texts))
         )
-        return replace(found, train=train, test=test, tokenizer=made)
+        return replace(found, train=train, test=test, tokenizer=encoder)
 
     if name == "glosses-mini":
         return to_dataset(build(), name)

@@ -118,24 +118,24 @@ def same_vocabulary(one: str, other: str) -> bool:
 
 def encode(tokenizer: str, texts: Sequence[str], length: int) -> Array:
     """Token numbers of each text, (N, length) int32: cut where the text is longer, zeros where it is shorter."""
-    made = _parsed(tokenizer)
-    if made.id_to_token(0) not in PADDING:
+    parser = _parsed(tokenizer)
+    if parser.id_to_token(0) not in PADDING:
         raise SettingError(f"tokenizer: token 0 must be padding, {' or '.join(sorted(PADDING))}, not a token of text")
     with _refused(SettingError, "tokenizer: it is not JSON"):  # the library is less strict
         model = dict(json.loads(tokenizer)["model"])
-    if model.get("unk_token") == made.id_to_token(0) or model.get("unk_id") == 0:
+    if model.get("unk_token") == parser.id_to_token(0) or model.get("unk_id") == 0:
         raise SettingError(
             "tokenizer: words that it does not know would become padding; give them a token of their own"
         )
-    made.encode_special_tokens = True  # a text that says [SEP] does not end there
-    if length <= made.num_special_tokens_to_add(is_pair=False):
+    parser.encode_special_tokens = True  # a text that says [SEP] does not end there
+    if length <= parser.num_special_tokens_to_add(is_pair=False):
         raise SettingError(f"max_length = {length}: no token of a text would be left")
-    made.enable_truncation(length)
-    made.no_padding()
+    parser.enable_truncation(length)
+    parser.no_padding()
     found = np.zeros((len(texts), length), np.int32)
     for start in range(0, len(texts), _CHUNK):
         with _refused(SettingError, "tokenizer: it cannot encode these texts"):
-            encoded_texts = made.encode_batch(texts[start : start + _CHUNK])
+            encoded_texts = parser.encode_batch(texts[start : start + _CHUNK])
         if any(len(encoded.ids) > length for encoded in encoded_texts):
             raise SettingError(f"tokenizer: it is damaged: of a text cut to {length} tokens it makes more")
         for row, encoded in enumerate(encoded_texts, start):

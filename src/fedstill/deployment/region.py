@@ -257,8 +257,8 @@ class _RegionRun:
         self._sites = SiteEngine(None, self._link, self._registry, server.terms, least=least)
         self.rounds: RegionalLoop | None = None
         with ExitStack() as opened:
-            begun = (place / files.CONFIG).is_file()
-            self._directory = RunDirectory.open(place) if begun else RunDirectory.create(place, anchored(self._config))
+            exists = (place / files.CONFIG).is_file()
+            self._directory = RunDirectory.open(place) if exists else RunDirectory.create(place, anchored(self._config))
             opened.callback(self._directory.release)
             opened.enter_context(logging_to(place / files.LOG))
             self._opened = opened.pop_all()

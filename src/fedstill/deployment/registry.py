@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from fedstill.core.arrays import IntArray
 from fedstill.core.tree import Message, Tree
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
-from fedstill.data.partition import IntArray
 from fedstill.deployment.protocol import RunInfo, SiteLink, are_counts, failure_reason
 from fedstill.deployment.shares import Counts
 from fedstill.running.rollback import ROLLBACKS

@@ -19,12 +19,12 @@ from fedstill.building.config import Config, anchored, fixed
 from fedstill.building.data import load_data, undivided
 from fedstill.building.setup import prepare
 from fedstill.building.topology import assign
+from fedstill.core.arrays import IntArray
 from fedstill.core.device import find
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import read_sealed_json, write_sealed_json
 from fedstill.core.owner import private_folder
 from fedstill.core.tree import Message, Tree
-from fedstill.data.partition import IntArray
 from fedstill.deployment.audit import RecordedLink
 from fedstill.deployment.episodes import TOTALS, EpisodeLoop
 from fedstill.deployment.protocol import RunInfo, SiteLink, are_counts, failure_reason, run_number
@@ -198,8 +198,8 @@ def serve(
     config = config.model_copy(update={"checkpoint_every": 1})
     dataset = load_data(config, saved_tokenizer(out))
     server_data = undivided(config, dataset)
-    begun = (out / files.CONFIG).is_file()
-    directory = RunDirectory.open(out) if begun else _created(out, config)
+    exists = (out / files.CONFIG).is_file()
+    directory = RunDirectory.open(out) if exists else _created(out, config)
     try:
         directory.check_rounds(config.rounds)
         link = RecordedLink(link, out / files.RECEIVED)
@@ -257,7 +257,7 @@ def serve(
                     f"only {registry.reported_sites} of {len(wanted)} sites are there, {needed} are needed"
                 )
             setup = prepare(config, data=registry.federation, elsewhere=True)
-        if begun and directory.oldest_checkpoint():
+        if exists and directory.oldest_checkpoint():
             refuse_changes(fixed(directory.config()), fixed(anchored(config)))
             check_inputs(setup, out)
         save_inputs(setup, directory)

@@ -48,12 +48,12 @@ class RequestDeadline:
         self._times, self._kind, self._least = times, kind, least
         self._sites = list(sites)
         self._waiting = set(self._sites)
-        self._answered = 0
+        self._answers = 0
         self._began = self._last = time.monotonic()
 
     def moment(self) -> float:
         """The moment of the monotonic clock at which it is over."""
-        if self._answered < self._least or not self._waiting:
+        if self._answers < self._least or not self._waiting:
             return math.inf
         return self._last + max(self._times.allowance(self._kind, site) for site in self._waiting)
 
@@ -63,7 +63,7 @@ class RequestDeadline:
             for site, answer in answers:
                 self._waiting.discard(site)
                 if isinstance(answer, dict) and "error" not in answer:
-                    self._answered, self._last = self._answered + 1, time.monotonic()
+                    self._answers, self._last = self._answers + 1, time.monotonic()
                     self._times.add(self._kind, site, self._last - self._began)
                 yield site, answer
         finally:

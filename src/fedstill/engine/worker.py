@@ -58,13 +58,12 @@ class Score:
 Request = Train | FinalExchange | Score
 T = TypeVar("T")
 # By the names that requests have on the wire and in audit logs.
-_KINDS: dict[str, type[Request]] = {"Train": Train, "Conclude": FinalExchange, "Score": Score}
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+_KINDS: dict[str, type[Request]] = {kind.__name__: kind for kind in (Train, FinalExchange, Score)}
 
 
 def kind_of(request: Request) -> str:
     """The name of its kind on the wire."""
-    return _NAMES[type(request)]
+    return type(request).__name__
 
 
 def request_fields(request: Request) -> dict[str, Any]:

@@ -311,7 +311,7 @@ class FlowerLink:
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         home = self._directory.resolve()
-        command = [sys.executable, "-P", superlink.__file__, "--host", self._host, "--port", str(self._port)]
+        command = [sys.executable, "-P", "-m", superlink.__name__, "--host", self._host, "--port", str(self._port)]
         command += ["--isolation", "process", "--disable-runtime-dependency-installation"]
         if self._database:
             command += ["--database", str(home / "superlink.db")]

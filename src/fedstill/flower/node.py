@@ -89,7 +89,7 @@ def serve(
                     connected=site.connected,
                     answer=site.answer,
                 )
-            except private.Refused as error:
+            except private.Refusal as error:
                 refused_since = refused_since or time.monotonic()
                 _check_refusal(error, server, key, time.monotonic() - refused_since)
                 rejected = rejected + 1 if error.status == 401 else 0
@@ -105,7 +105,7 @@ def serve(
             time.sleep(min(_LONG_BACKOFF, 2.0 ** min(rejected, 10)) if rejected else 1.0)
 
 
-def _check_refusal(error: private.Refused, server: str, key: Path, seconds: float) -> None:
+def _check_refusal(error: private.Refusal, server: str, key: Path, seconds: float) -> None:
     """Raise what the user has to mend; return if waiting may help."""
     status = error.status
     if status == 401:
@@ -132,8 +132,8 @@ class _Site:
         self._answer, self._node = directory / "answer.safetensors", directory / "node"
         self.connections = 0
         self._complaint: tuple[str, str] | None = None  # the last error here, and its number
-        kept = self._kept()
-        self._last = kept and kept["id"]  # the request that the file answers
+        previous = self._previous_answer()
+        self._last = previous and previous["id"]  # the request that the file answers
 
     def node_id(self) -> int | None:
         """The number under which this site, or the process before it, was connected."""
@@ -155,37 +155,37 @@ class _Site:
             with reports.during(reports.Step.REQUEST):
                 request = from_records(records)
                 name, seconds, body = request["id"], request["seconds"], request["body"]
-            if name is not None and name == self._last and (kept := self._kept()) is not None:
-                return self._sent(body, kept)
+            if name is not None and name == self._last and (previous := self._previous_answer()) is not None:
+                return self._recorded_answer(body, previous)
             with _limited(min(float(seconds), self._most_seconds)):
                 answer = {"id": name, "body": self._handle(body)}
                 if request["keep"]:
                     write_atomic(self._answer, tree.seal(answer, _ANSWER))
-            sent = self._sent(body, answer)
+            reply = self._recorded_answer(body, answer)
             if request["keep"]:
                 self._last = name
-            return sent
+            return reply
         except (Exception, SystemExit, _OutOfTime) as error:  # noqa: BLE001 (whatever the handler raises)
             answer = {"id": name if isinstance(name, str) else None, "error": self._report(error)}
             try:
-                return self._sent(body, answer)
+                return self._recorded_answer(body, answer)
             except Exception:  # noqa: BLE001 (what cannot be recorded is not sent, but that it failed is)
                 _log.exception("the answer could not be recorded")
                 return to_records({**answer, "error": reports.report(Code.DISK, None, answer["error"]["number"])})
 
-    def _kept(self) -> Tree:
+    def _previous_answer(self) -> Tree:
         """The last answer; None: there is none, or it is damaged, and so made anew when it is asked for."""
         with suppress(OSError, DataError):
-            kept, digest = tree.unseal(self._answer.read_bytes(), _ANSWER)
-            return kept if digest else None
+            answer, digest = tree.unseal(self._answer.read_bytes(), _ANSWER)
+            return answer if digest else None
         return None
 
-    def _sent(self, body: Tree, answer: Tree) -> RecordDict:
+    def _recorded_answer(self, body: Tree, answer: Tree) -> RecordDict:
         """An answer as it is sent, once it has been recorded."""
-        sent = to_records(answer)
+        records = to_records(answer)
         if self._record is not None:
             self._record(body, answer)
-        return sent
+        return records
 
     def _report(self, error: BaseException) -> dict[str, str]:
         """The report of an error to the server. Its text, which may hold anybody's data, is for the log here."""

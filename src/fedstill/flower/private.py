@@ -266,7 +266,7 @@ def _check_arrays(contents: dict[str, bytes], most_bytes: int) -> None:
 # --------------------------------------------------------------------------------------------------------- a site's end
 
 
-class Refused(Exception):
+class Refusal(Exception):
     """The SuperLink does not let this site in; `status` is HTTP's, 426 for another version of Flower, or None."""
 
     def __init__(self, reason: str, status: int | None) -> None:
@@ -283,7 +283,7 @@ def supernode(
     connected: Callable[[int], None],
     answer: Callable[[RecordDict], RecordDict],
 ) -> None:
-    """Flower's SuperNode until it loses its place at the SuperLink; Refused if it finds none.
+    """Flower's SuperNode until it loses its place at the SuperLink; Refusal if it finds none.
 
     Flower's SuperNode leaves a message to a ClientApp in another process and polls until that has answered. Here the
     ClientApp is called in its stead, so one process lives as long as the site and no local port is opened.
@@ -324,10 +324,10 @@ def supernode(
 
     def refuse(code: int, reason: str | None = None, **_: Any) -> NoReturn:
         error = sys.exc_info()[1]
-        if isinstance(error, Refused):
+        if isinstance(error, Refusal):
             raise error
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else None
-        raise Refused(" ".join(str(reason).split()), 426 if code == ExitCode.RUNTIME_VERSION_INCOMPATIBLE else status)
+        raise Refusal(" ".join(str(reason).split()), 426 if code == ExitCode.RUNTIME_VERSION_INCOMPATIBLE else status)
 
     push, activate = node._push_messages, connection.http_request_response
     if predecessor is not None:

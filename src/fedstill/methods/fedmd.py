@@ -55,8 +55,8 @@ class FedMD(FedAvg):
         assert task.proxy is not None
         shape = (len(task.proxy), task.classes)
         logits = {"logits": Part(shape, "logits of the public samples", defence="any", kind=Kind.LOGITS)}
-        kept = plain if self.average_weights else Wire({}, {})
-        return Wire(kept.down | logits, kept.up | logits)
+        weights = plain if self.average_weights else Wire({}, {})
+        return Wire(weights.down | logits, weights.up | logits)
 
     def start(self, server: Server) -> None:
         server.state["logits"] = torch.zeros(len(public(server.task)), server.task.classes)

@@ -42,7 +42,7 @@ class MOON(FedAvg):
         teachers = [client.teacher(w) for w in (client.down["model"], *previous)]
 
         def term(batch: Batch, out: Outputs) -> Tensor:
-            return self.mu * self.contrast(out.features, [taught(batch).features for taught in teachers])
+            return self.mu * self.contrast(out.features, [teacher(batch).features for teacher in teachers])
 
         return Objective(term=term)
 

@@ -14,7 +14,7 @@ def norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
 
 
 @contextmanager
-def statistics_kept(module: nn.Module) -> Iterator[None]:
+def frozen_statistics(module: nn.Module) -> Iterator[None]:
     """Let a network in training see samples without a trace in the running statistics of its BatchNorm layers."""
     layers = [layer for layer in norms(module) if layer.track_running_stats]
     for layer in layers:

@@ -55,28 +55,28 @@ def bubbles(federation: Federation, path: str | style.Target, title: str | None 
 def swept_bubbles(federations: Mapping[str, Federation], path: str | style.Target, title: str | None = None) -> Figure:
     """Draw the same clients and classes divided in several named ways, one below the other on the same scale."""
     federation, *_ = federations.values()
-    held = [each.class_counts(MOST_CLIENTS) for each in federations.values()]  # (clients, classes) each
-    clients, classes = held[0].shape
+    tables = [each.class_counts(MOST_CLIENTS) for each in federations.values()]  # (clients, classes) each
+    clients, classes = tables[0].shape
     text = title or f"{federation.dataset.name}: training samples by client and class"
     if federation.clients > clients:
         text += f"\n(the first {clients} of {federation.clients:,} clients)"
 
-    cell = float(np.clip((8 if len(held) == 1 else 6) / max(clients, classes), 0.17, 0.45))  # inches
+    cell = float(np.clip((8 if len(tables) == 1 else 6) / max(clients, classes), 0.17, 0.45))  # inches
     names = federation.dataset.classes
     left = 0.75 + 0.085 * max(map(len, names), default=1)
     right, below, above = 1.6, 0.65, 0.55 + 0.2 * text.count("\n") + (0.25 if any(federations) else 0)
     between = 0.6
     inner_width, inner_height = max(cell * clients, 3.0), max(cell * classes, 2.0)
     step = inner_height + between
-    width, height = left + inner_width + right, below + step * len(held) - between + above
+    width, height = left + inner_width + right, below + step * len(tables) - between + above
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
 
-    most = max(*(int(counts.max(initial=0)) for counts in held), 1)
+    most = max(*(int(counts.max(initial=0)) for counts in tables), 1)
     diameter = 0.95 * POINTS_PER_INCH * min(inner_width / clients, inner_height / classes, 0.45)
     panels = []
-    for i, (name, counts) in enumerate(zip(federations, held, strict=True)):
-        bottom = below + step * (len(held) - 1 - i)
+    for i, (name, counts) in enumerate(zip(federations, tables, strict=True)):
+        bottom = below + step * (len(tables) - 1 - i)
         axes = figure.add_axes((left / width, bottom / height, inner_width / width, inner_height / height))
         panels.append(axes)
         client, label = np.nonzero(counts)

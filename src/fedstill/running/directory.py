@@ -25,7 +25,7 @@ from fedstill.running import files
 
 log = logging.getLogger(__name__)
 
-_KEPT = 2
+_KEEP_CHECKPOINTS = 2
 _LOCK = f"{files.CHECKPOINTS}/lock"
 _STANDS_ON = "stands on"  # in a checkpoint: the digests of what else is needed to go on from it
 _SEAL = "# sha256 of the lines above: "  # the last line of config.toml
@@ -42,7 +42,7 @@ class RunDirectory:
         self.checkpoints = path / files.CHECKPOINTS
         self.client_store = Store(self.checkpoints / "clients", durable=False)
         self.server_store = Store(self.checkpoints / "server", durable=False)
-        self.keep = _KEPT  # how many checkpoints, the newest ones
+        self.keep = _KEEP_CHECKPOINTS  # how many checkpoints, the newest ones
         self.pinned: Callable[[int], bool] = lambda round_: False  # whether an older one is kept too
         self._regional: dict[int, Store] = {}
         self.index = Index(self.checkpoints / "index")
@@ -179,10 +179,10 @@ class RunDirectory:
         else:  # a run that an earlier version began
             write_atomic(path, tree.encode({name: part for name, part in state.items() if name != _STANDS_ON}))
         rounds = self.checkpoint_rounds()
-        kept = [r for r in rounds if r in rounds[-self.keep :] or self.pinned(r)]
+        rounds_to_keep = [r for r in rounds if r in rounds[-self.keep :] or self.pinned(r)]
         for store in self._stores().values():
-            store.prune(active, needed=kept[0])
-        for old in set(rounds) - set(kept):
+            store.prune(active, needed=rounds_to_keep[0])
+        for old in set(rounds) - set(rounds_to_keep):
             self._checkpoint_path(old).unlink()
 
     def _file_digests(self) -> dict[str, str]:
@@ -402,8 +402,8 @@ class RunDirectory:
         """Delete what an earlier run wrote, and nothing else."""
         for name in files.REPLACED:
             (self.path / name).unlink(missing_ok=True)
-        kept = (*self.saved_episodes().values(), *self.saved_models().values())
-        for file in (*self.checkpoints.glob("round-*"), *kept, *(self.path / files.TENSORBOARD).glob("events.out.*")):
+        saved = (*self.saved_episodes().values(), *self.saved_models().values())
+        for file in (*self.checkpoints.glob("round-*"), *saved, *(self.path / files.TENSORBOARD).glob("events.out.*")):
             file.unlink()
         self.index.path.unlink(missing_ok=True)
         for store in self._stores().values():

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.core.arrays import IntArray
 from fedstill.data.federation import Federation
-from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Score, Source
 from fedstill.metrics.fairness import Fairness, fairness, fairness_of_counts
@@ -62,7 +62,7 @@ def evaluate(engine: Engine, federation: Federation, model: Tensor) -> Evaluatio
     if federation.test_source == "test":
         fair = fairness((predicted == test.y.numpy())[federation.test_index], federation.test_offsets)
     elif (found := engine.local_hits({"model": model})) is not None:
-        fair, untested = _fair_to_those_heard(found, federation.test_sizes)
+        fair, untested = _fairness_of_those_tested(found, federation.test_sizes)
     else:
         right = _score(engine, model, "local", int(federation.test_offsets[-1]))["right"].numpy()
         fair = fairness(right > 0, federation.test_offsets)
@@ -84,12 +84,12 @@ def tested(engine: Engine, federation: Federation, model: Tensor) -> tuple[float
     return _share(int(confusion.trace()), int(confusion.sum())), confusion
 
 
-def _fair_to_those_heard(hits: dict[int, int], counts: IntArray) -> tuple[Fairness, tuple[int, ...]]:
+def _fairness_of_those_tested(hits: dict[int, int], counts: IntArray) -> tuple[Fairness, tuple[int, ...]]:
     """Fairness to the clients that answered, and which did not."""
     untested = tuple(k for k in np.flatnonzero(counts).tolist() if k not in hits)
-    heard = counts.copy()
-    heard[list(untested)] = 0
-    return fairness_of_counts(np.array([hits.get(k, 0) for k in range(len(counts))], np.int64), heard), untested
+    tested_counts = counts.copy()
+    tested_counts[list(untested)] = 0
+    return fairness_of_counts(np.array([hits.get(k, 0) for k in range(len(counts))], np.int64), tested_counts), untested
 
 
 def _score(engine: Engine, model: Tensor, source: Source, n: int) -> dict[str, Tensor]:

@@ -32,8 +32,8 @@ def prepare_again(directory: RunDirectory, config: Config, **own: Any) -> Setup:
 
 def saved_tokenizer(path: Path) -> str:
     """The tokenizer of a run directory, as JSON; empty if it has none."""
-    kept = path / files.TOKENIZER
-    return kept.read_text(encoding="utf-8") if kept.is_file() else ""
+    file = path / files.TOKENIZER
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
 def check_inputs(setup: Setup, path: Path) -> None:

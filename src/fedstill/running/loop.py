@@ -24,9 +24,9 @@ from fedstill.building.config import anchored, fixed
 from fedstill.building.setup import Setup
 from fedstill.building.topology import Region, cohort_size, draw_cohort, with_data
 from fedstill.core import device, seeds, tree
+from fedstill.core.arrays import IntArray
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import Message, first_not_finite, nbytes
-from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import FinalExchange, Train, Worker
 from fedstill.methods.base import Server, misfit
@@ -111,9 +111,9 @@ class RoundLoop:
             for region in self.setup.hierarchy.regions:
                 region.method.start(self.regional[region.number])
             return
-        self.server.round, kept = restored
-        refuse_changes(kept.get("settings", {}), self._settings)
-        self.load_state(kept)
+        self.server.round, state = restored
+        refuse_changes(state.get("settings", {}), self._settings)
+        self.load_state(state)
         self.records = self.directory.records()
 
     def _regional_servers(self) -> dict[int, Server]:
@@ -355,8 +355,8 @@ class RoundLoop:
             teachers[name] = {"accuracy": accuracy, "confusion": confusion.tolist()}
         number = self.server.round // self.setup.hierarchy.rounds_per_episode
         if self.setup.config.save_teachers:
-            kept = {"round": self.server.round, "old": self.server.model, "teachers": models}
-            self.directory.save_episode(number, kept)
+            episode_models = {"round": self.server.round, "old": self.server.model, "teachers": models}
+            self.directory.save_episode(number, episode_models)
         self.server.notes = {}
         began = time.perf_counter()
         with self._stream("global server layers"):
@@ -412,17 +412,17 @@ class RoundLoop:
 
     def state(self) -> dict[str, Any]:
         """What the servers know."""
-        kept: dict[str, Any] = {"model": self.server.model, "state": self.server.state}
+        state: dict[str, Any] = {"model": self.server.model, "state": self.server.state}
         if not self.setup.hierarchy.flat:
-            kept["regions"] = {str(n): {"model": s.model, "state": s.state} for n, s in self.regional.items()}
+            state["regions"] = {str(n): {"model": s.model, "state": s.state} for n, s in self.regional.items()}
         if self.update_norms:
-            kept["norms"] = self.update_norms
-        return kept
+            state["norms"] = self.update_norms
+        return state
 
-    def load_state(self, kept: dict[str, Any]) -> None:
-        self.server.model, self.server.state = kept["model"], kept["state"]
-        self.update_norms = kept.get("norms", {})
-        for number, own in kept.get("regions", {}).items():
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.server.model, self.server.state = state["model"], state["state"]
+        self.update_norms = state.get("norms", {})
+        for number, own in state.get("regions", {}).items():
             self.regional[int(number)].model, self.regional[int(number)].state = own["model"], own["state"]
 
     def checkpoint(self) -> None:

@@ -49,10 +49,10 @@ def rollback(path: Path, to: int) -> int:
 
 def _note(path: Path, to: int) -> None:
     """Sites must not repeat an answer to a round that is forgotten, nor go on from it."""
-    kept = read_sealed_json(path)
+    run_info = read_sealed_json(path)
     if to == 0:
-        kept |= {"number": secrets.token_hex(8), "sites": [], ROLLBACKS: []}
-    write_sealed_json(path, kept | {ROLLBACKS: [*kept.get(ROLLBACKS, []), to]})
+        run_info |= {"number": secrets.token_hex(8), "sites": [], ROLLBACKS: []}
+    write_sealed_json(path, run_info | {ROLLBACKS: [*run_info.get(ROLLBACKS, []), to]})
 
 
 def unseen(rollbacks: Sequence[int], path: Path) -> int | None:

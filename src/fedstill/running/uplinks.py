@@ -11,7 +11,7 @@ from fedstill.core.device import to_current_device
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import Message, Tree, nbytes
 from fedstill.methods.base import Method, Part, Uplink, fault
-from fedstill.running.judging import Held, Judge
+from fedstill.running.judging import AnswerBuffer, Judge
 
 log = logging.getLogger(__name__)
 
@@ -79,12 +79,12 @@ class Checked:
             yield client, answer["samples"], answer["metrics"], answer["message"]
 
     def _judged(self, answers: Iterator[_Answer], judge: Judge) -> Iterator[_Answer]:
-        held, norms, rest = Held(), [], []
+        buffer, norms, senders = AnswerBuffer(), [], []
         for client, samples, metrics, message in answers:
             norms.append(judge.norms(message))
-            rest.append((client, samples, metrics))
-            held.add(message)
-        for (client, samples, metrics), message, problem in zip(rest, held, judge.faults(norms), strict=True):
+            senders.append((client, samples, metrics))
+            buffer.add(message)
+        for (client, samples, metrics), message, problem in zip(senders, buffer, judge.faults(norms), strict=True):
             if problem:
                 self._drop(client, problem)
             else:

@@ -53,7 +53,7 @@ class NormClip(Robust):
                 "+median or +multi-krum"
             )
 
-    def treated(self, server: Server, uplinks: list[Uplink]) -> list[Uplink]:
+    def apply_rule(self, server: Server, uplinks: list[Uplink]) -> list[Uplink]:
         messages: list[Message] = [{} for _ in uplinks]
         for name, like in uplinks[0].message.items():
             sent = [up[name].flatten() for up in uplinks]

@@ -186,6 +186,11 @@ class Config(BaseModel):
         description="served: the largest share of all samples (and tests) that a site counts with; 0: 0.75 of three "
         "sites, 0.6 of four, half of more; 1: no limit",
     )
+    metrics: list[str] = Field(
+        default_factory=list,
+        description="metrics beyond accuracy: auroc, ece, or file.py:function, of labels and probabilities; "
+        "balanced_accuracy and macro_f1 are always there, but of sites' own tests only if named here",
+    )
     target: float = Field(0.0, ge=0, le=1, description="accuracy whose first round is reported; 0: none")
     hyper: dict[str, Any] = Field(default_factory=dict, description="the method's own settings")
 
@@ -223,12 +228,13 @@ CHANGEABLE = {
     "round_retries",
     "max_update_ratio",
     "target",
+    "metrics",
     "data_dir",
     "save_teachers",
     "save_models",
 }
 # Settings that may differ between two runs whose numbers are the same.
-IRRELEVANT = CHANGEABLE - {"rounds", "eval_every"}
+IRRELEVANT = CHANGEABLE - {"rounds", "eval_every", "metrics"}
 
 
 def fixed(config: Config) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,13 +16,17 @@ from fedstill.building.topology import (
     arrange,
     check_attendance,
     check_labels,
+    cohort_size,
     regional_method,
+    with_data,
 )
 from fedstill.core.errors import SettingError
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation
 from fedstill.methods import registry
 from fedstill.methods.base import Method
+from fedstill.metrics.scores import Function, Metric
+from fedstill.metrics.scores import find as find_metrics
 from fedstill.models.pretrained import has_learnt
 from fedstill.train.task import Samples, Task
 
@@ -37,6 +41,7 @@ class Setup:
     method: Method
     hierarchy: Hierarchy
     attack: Attack
+    metrics: tuple[Metric, ...] = ()  # beyond those that every evaluation has
     warnings: tuple[str, ...] = ()  # what whoever started the run should know
 
     def pool(self) -> Samples | None:
@@ -53,6 +58,7 @@ def prepare(
     model: Network | None = None,
     method: Method | None = None,
     proxy: Dataset | None = None,
+    metrics: Sequence[Function] = (),
     elsewhere: bool = False,
     tokenizer: str = "",
 ) -> Setup:
@@ -73,10 +79,27 @@ def prepare(
     hierarchy = arrange(config, task, federation, method)
     check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
     attack = attack_of(config, federation, hierarchy)
-    return Setup(config, task, federation, method, hierarchy, attack, warnings=tuple(_warnings(config, task)))
+    return Setup(
+        config,
+        task,
+        federation,
+        method,
+        hierarchy,
+        attack,
+        find_metrics(config.metrics, metrics, task.classes),
+        warnings=tuple(_warnings(config, task, federation, hierarchy)),
+    )
 
 
-def _warnings(config: Config, task: Task) -> Iterator[str]:
+def _warnings(config: Config, task: Task, federation: Federation, hierarchy: Hierarchy) -> Iterator[str]:
+    for region in hierarchy.regions:
+        members, able = len(region.clients), len(with_data(federation.sizes, region.clients))
+        if able > 1 and cohort_size(able, members, region.participation) == 1:
+            where = "" if hierarchy.flat else f" of {region.name}"
+            yield (
+                f"participation = {region.participation:g}: of the {members} clients{where} one trains in a round, so "
+                "that nothing is averaged; a larger participation lets more train"
+            )
     if task.proxy is not None and config.proxy != "pool" and len(task.proxy) < config.proxy_size:
         yield f"proxy_size = {config.proxy_size}: the proxy data have {len(task.proxy)} samples, and all are used"
     if (encoder := encoder_of(config)) and not has_learnt(encoder):

@@ -27,12 +27,21 @@ from fedstill.core.tree import Message, Tree
 from fedstill.data.partition import IntArray
 from fedstill.deployment.audit import RecordedLink
 from fedstill.deployment.episodes import TOTALS, EpisodeLoop
-from fedstill.deployment.protocol import RunInfo, SiteLink, are_counts, failure_reason, run_number
+from fedstill.deployment.protocol import (
+    BY_CLASS,
+    RunInfo,
+    SiteLink,
+    are_counts,
+    class_counts_of,
+    failure_reason,
+    run_number,
+)
 from fedstill.deployment.registry import SiteRegistry
 from fedstill.deployment.waiting import RequestDeadline, ResponseTimes
-from fedstill.engine.base import Engine, Inline
+from fedstill.engine.base import Engine, Inline, LocalTest
 from fedstill.engine.worker import Request, Score, Worker, kind_of, request_fields
 from fedstill.methods import registry as methods
+from fedstill.metrics.scores import ClassCounts
 from fedstill.models.base import frozen_digest
 from fedstill.running import api, files
 from fedstill.running.directory import RunDirectory
@@ -117,11 +126,7 @@ class SiteEngine(Engine):
             claimed, weight = self._registry.samples(site), self._registry.weight(site)
             yield _client_answer(answers.pop(site), claimed, weight, site)
 
-    def local_hits(self, down: Message) -> dict[int, int]:
-        return self.hits(down)
-
-    def hits(self, down: Message) -> dict[int, int]:
-        """How often the model is right on the tests of each client that answered."""
+    def local_tests(self, down: Message) -> dict[int, LocalTest]:
         counts, claimed = self._registry.federation.test_sizes, self._registry.tests
         body = {"kind": "Score", "source": "local", "start": 0, "stop": 0}
         clients_of = {name: clients for name, clients in self._registry.clients.items() if counts[clients].any()}
@@ -129,21 +134,33 @@ class SiteEngine(Engine):
         if away := sorted(clients_of.keys() - connected):
             log.warning("left out of this evaluation, because they are not connected: %s", ", ".join(away))
         requests = {name: self._registry.request(name, body, down) for name in clients_of if name in connected}
-        found = {}
+        found: dict[int, LocalTest] = {}
         deadline = RequestDeadline(self._times, "Score", requests, least=1)
         answers = self._link.send_requests(requests, timeout=self._timeout, until=deadline.moment) if requests else ()
         for name, answer in deadline.watch(answers):
             hits = answer.get("hits") if isinstance(answer, dict) else None
-            for client, hit in (
-                zip(clients_of[name], hits, strict=True) if are_counts(hits, len(clients_of[name])) else ()
-            ):
-                if 0 <= hit <= claimed[client] and claimed[client]:
-                    found[int(client)] = round(hit * int(counts[client]) / int(claimed[client]))
-                elif hit > claimed[client]:
-                    log.warning("%s says it is right %d times in %d tests", name, hit, claimed[client])
+            if are_counts(hits, len(clients_of[name])):
+                by_class = self._by_class(name, answer, claimed[clients_of[name]].tolist(), hits)
+                for client, hit, counted in zip(clients_of[name].tolist(), hits, by_class, strict=True):
+                    if 0 <= hit <= claimed[client] and claimed[client]:
+                        share = int(counts[client]) / int(claimed[client])
+                        found[client] = LocalTest(round(hit * share), counted and counted.times(share))
+                    elif hit > claimed[client]:
+                        log.warning("%s says it is right %d times in %d tests", name, hit, claimed[client])
             if not any(client in found for client in clients_of[name]):
                 log.warning("%s is left out of this evaluation: %s", name, failure_reason(answer))
         return found
+
+    def _by_class(
+        self, site: str, answer: Mapping[str, Any], tests: Sequence[int], hits: Sequence[int]
+    ) -> Sequence[ClassCounts | None]:
+        """What a site sent beside its hits, if that can be true."""
+        if BY_CLASS not in answer:
+            return [None] * len(hits)
+        found = class_counts_of(answer, tests, hits, len(self._registry.federation.dataset.classes))
+        if found is None:
+            log.warning("%s sends counts by class that cannot be; they are left out", site)
+        return found or [None] * len(hits)
 
 
 def _client_answer(answer: Any, claimed: int | None, weight: int, site: str) -> Tree:

@@ -35,7 +35,7 @@ from fedstill.models.base import Wrapped
 from fedstill.running import files
 from fedstill.running.colluding import colluding
 from fedstill.running.directory import RunDirectory, to_json, without_nan
-from fedstill.running.evaluation import Evaluation, evaluate, tested
+from fedstill.running.evaluation import Evaluation, evaluate, majority, tested
 from fedstill.running.judging import History, Judge
 from fedstill.running.machine import make_engine, one_thread, server_threads
 from fedstill.running.records import NOT_EVALUATED, Tally, of_own_models, summarise, versions
@@ -173,9 +173,11 @@ class RoundLoop:
                 self._final_exchange(engine)
                 evaluation = None
             if evaluation is None and self.setup.method.global_model:
-                evaluation = evaluate(engine, self.setup.federation, self.model())
+                evaluation = self._evaluate(engine, self.model())
         summary = summarise(config, self.records, self._last)
         summary |= {"parameters": setup.task.size, "versions": versions()}
+        if (largest := majority(setup.federation)) is not None:
+            summary["majority"] = largest
         if self.setup.method.has_final_exchange and evaluation is not None:
             last = {f"final_{name}": value for name, value in without_nan(evaluation.record()).items()}
             summary["also"] = {"after the last exchange": cast(BestAndFinal, last), **summary.get("also", {})}
@@ -198,7 +200,7 @@ class RoundLoop:
                 raise FedstillError(f"round {round_}: {which} is no longer finite; a smaller lr may help")
         trained = time.perf_counter()
         models = self._models() if due else {}
-        evaluations = {name: evaluate(engine, self.setup.federation, model) for name, model in models.items()}
+        evaluations = {name: self._evaluate(engine, model) for name, model in models.items()}
         main = next(iter(evaluations.values()), None)
         record: RoundRecord = {"round": round_, "evaluated": due}
         record |= cast(RoundRecord, NOT_EVALUATED)
@@ -232,6 +234,9 @@ class RoundLoop:
         if main and main.untested:
             record["untested"] = self._names(main.untested)
         return without_nan(record), main
+
+    def _evaluate(self, engine: Engine, model: Tensor) -> Evaluation:
+        return evaluate(engine, self.setup.federation, model, self.setup.metrics, self.setup.config.metrics)
 
     def _names(self, clients: Iterable[int]) -> list[str]:
         names = self.setup.federation.client_names

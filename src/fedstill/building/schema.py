@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator
 
 from fedstill.core.choices import ALPHA, SMALLEST_VOCABULARY, AttackKind, BufferPolicy, Precision
 
@@ -193,6 +193,12 @@ class Config(BaseModel):
     )
     target: float = Field(0.0, ge=0, le=1, description="accuracy whose first round is reported; 0: none")
     hyper: dict[str, Any] = Field(default_factory=dict, description="the method's own settings")
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _listed(cls, given: Any) -> Any:
+        """`auroc,ece`, as on the command line, is a list."""
+        return [name.strip() for name in given.split(",") if name.strip()] if isinstance(given, str) else given
 
     @property
     def flat(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from fedstill.attacks.attack import Attack, plan
@@ -25,8 +26,10 @@ from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation
 from fedstill.methods import registry
 from fedstill.methods.base import Method
+from fedstill.metrics.records import Majority
 from fedstill.metrics.scores import Function, Metric
 from fedstill.metrics.scores import find as find_metrics
+from fedstill.metrics.shown import always_predicting, is_imbalanced
 from fedstill.models.pretrained import has_learnt
 from fedstill.train.task import Samples, Task
 
@@ -92,6 +95,8 @@ def prepare(
 
 
 def _warnings(config: Config, task: Task, federation: Federation, hierarchy: Hierarchy) -> Iterator[str]:
+    if (largest := majority(federation)) is not None and is_imbalanced(largest):
+        yield f"the test classes are imbalanced: {always_predicting(largest)}; look at balanced accuracy"
     for region in hierarchy.regions:
         members, able = len(region.clients), len(with_data(federation.sizes, region.clients))
         if able > 1 and cohort_size(able, members, region.participation) == 1:
@@ -104,6 +109,19 @@ def _warnings(config: Config, task: Task, federation: Federation, hierarchy: Hie
         yield f"proxy_size = {config.proxy_size}: the proxy data have {len(task.proxy)} samples, and all are used"
     if (encoder := encoder_of(config)) and not has_learnt(encoder):
         yield f"{encoder} has no weights: the encoder begins with random ones, as if it had learnt nothing"
+
+
+def majority(federation: Federation) -> Majority | None:
+    """The largest class of the test samples that are known here, and its share."""
+    dataset = federation.dataset
+    whole = len(dataset.test.y) > 0
+    labels = dataset.test.y.numpy() if whole else federation.test_split.y.numpy()[federation.test_index]
+    if not len(labels):
+        return None
+    counts = np.bincount(labels, minlength=len(dataset.classes))
+    largest = int(counts.argmax())
+    tests = "test set" if whole else "clients' tests"
+    return {"name": dataset.classes[largest], "share": float(counts[largest] / len(labels)), "tests": tests}
 
 
 def attack_of(config: Config, federation: Federation, hierarchy: Hierarchy) -> Attack:

@@ -132,6 +132,11 @@ def headline(records: Sequence[Mapping[str, Any]]) -> str | None:
     return next((name for name in names if any(value_of(record, name) is not None for record in records)), None)
 
 
+def curve_metrics(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What curves show unless somebody chooses: how accurate, and how even over the clients."""
+    return [headline(records) or "accuracy", "fm"]
+
+
 def value_of(record: Mapping[str, Any], name: str) -> float | None:
     """A number of a record by a name that is data; dots lead into it, as in `also.without T1.accuracy`.
 

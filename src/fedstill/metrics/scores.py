@@ -249,7 +249,7 @@ def over_clients(found: Outcomes, offsets: Labels, classes: int, metrics: Sequen
         table.add_clients(metric.name, pooled.values[metric.name], np.array([value for value, _ in tried]))
         tested = int((np.diff(offsets) > 0).sum())
         if failed := [reason for (_, reason), n in zip(tried, np.diff(offsets), strict=True) if n and reason]:
-            table.reasons[f"worst_{metric.name}"] = f"of {len(failed)} of {tested} clients: {failed[0]}"
+            table.reasons[f"worst_{metric.name}"] = f"undefined for {len(failed)} of {tested} clients: {failed[0]}"
     return table
 
 

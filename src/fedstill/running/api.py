@@ -56,7 +56,7 @@ def run(
     data: str | Dataset | Federation = "fashion-mini",
     model: str | Network | None = None,
     proxy: str | Dataset = "",
-    metrics: Sequence[str | Function] = (),
+    metrics: str | Sequence[str | Function] = (),
     out: str | Path | None = None,
     force: bool = False,
     listener: Listener | None = None,
@@ -73,7 +73,8 @@ def run(
     >>> result.summary["rounds"]
     1
     """
-    if isinstance(metrics, str) or not all(isinstance(metric, str) or callable(metric) for metric in metrics):
+    metrics = metrics.split(",") if isinstance(metrics, str) else metrics
+    if not isinstance(metrics, Sequence) or not all(isinstance(metric, str) or callable(metric) for metric in metrics):
         raise SettingError(f"metrics = {metrics!r}: a list of names or functions is needed, such as ['auroc']")
     names = [metric if isinstance(metric, str) else _object_name(metric) for metric in metrics]
     config = _config(method, data, model, proxy, settings | {"metrics": names})

@@ -18,7 +18,7 @@ from fedstill.engine.base import Engine, LocalTest
 from fedstill.engine.worker import Score, Source
 from fedstill.metrics import scores
 from fedstill.metrics.fairness import Fairness, fairness, fairness_of_counts
-from fedstill.metrics.records import Majority, Scores
+from fedstill.metrics.records import Scores
 from fedstill.metrics.scores import Metric, Outcomes, Table
 
 _SCORED_AT_ONCE = 1000
@@ -131,19 +131,6 @@ def _of_those_heard(tests: dict[int, LocalTest], named: Sequence[str]) -> Table:
                 f"{len(tests) - len(counts)} of {len(tests)} sites send no counts by class (join --allow class-counts)"
             )
     return table
-
-
-def majority(federation: Federation) -> Majority | None:
-    """The largest class of the test samples that are known here, and its share."""
-    dataset = federation.dataset
-    whole = len(dataset.test.y) > 0
-    labels = dataset.test.y.numpy() if whole else federation.test_split.y.numpy()[federation.test_index]
-    if not len(labels):
-        return None
-    counts = np.bincount(labels, minlength=len(dataset.classes))
-    largest = int(counts.argmax())
-    tests = "test set" if whole else "clients' tests"
-    return {"name": dataset.classes[largest], "share": float(counts[largest] / len(labels)), "tests": tests}
 
 
 def _outcomes(

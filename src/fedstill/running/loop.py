@@ -21,7 +21,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from fedstill.building.config import anchored, fixed
-from fedstill.building.setup import Setup
+from fedstill.building.setup import Setup, majority
 from fedstill.building.topology import Region, cohort_size, draw_cohort, with_data
 from fedstill.core import device, seeds, tree
 from fedstill.core.errors import FedstillError, SettingError
@@ -35,7 +35,7 @@ from fedstill.models.base import Wrapped
 from fedstill.running import files
 from fedstill.running.colluding import colluding
 from fedstill.running.directory import RunDirectory, to_json, without_nan
-from fedstill.running.evaluation import Evaluation, evaluate, majority, tested
+from fedstill.running.evaluation import Evaluation, evaluate, tested
 from fedstill.running.judging import History, Judge
 from fedstill.running.machine import make_engine, one_thread, server_threads
 from fedstill.running.records import NOT_EVALUATED, Tally, of_own_models, summarise, versions

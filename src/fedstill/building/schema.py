@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, Literal
@@ -121,6 +122,11 @@ class Config(BaseModel):
     momentum: float = Field(0.0, ge=0, lt=1, description="local momentum (sgd)")
     weight_decay: float = Field(0.0, ge=0, description="local weight decay")
     clip: float = Field(0.0, ge=0, description="largest gradient norm; 0: no clipping")
+    class_weight: str | dict[str, float] = Field(
+        "",
+        description="how much a sample of each class counts in the clients' loss: balanced, inversely to how many all "
+        "clients have; or a number for each class, {no = 1, yes = 70}",
+    )
     precision: Precision = Field(
         "float32", description="number format of passes through the network; weights stay in float32"
     )
@@ -199,6 +205,15 @@ class Config(BaseModel):
     def _listed(cls, given: Any) -> Any:
         """`auroc,ece`, as on the command line, is a list."""
         return [name.strip() for name in given.split(",") if name.strip()] if isinstance(given, str) else given
+
+    @field_validator("class_weight", mode="plain")
+    @classmethod
+    def _weights(cls, given: Any) -> Any:
+        if given in ("", "balanced"):
+            return given
+        if isinstance(given, dict) and all(type(n) in (int, float) and 0 < n < math.inf for n in given.values()):
+            return {str(name): float(number) for name, number in given.items()}
+        raise ValueError("should be 'balanced', or a table with a number above 0 for each class, {no = 1, yes = 70}")
 
     @property
     def flat(self) -> bool:

@@ -138,6 +138,7 @@ def check_run(policy: Policy, run: Mapping[str, Any]) -> None:
     lists: dict[str, tuple[type | tuple[type, ...], int]] = {
         "classes": (str, 100_000), "mean": ((int, float), 4096), "std": ((int, float), 4096), "shape": (int, 8),
         "steps": (int, policy.max_clients), "frozen": (str, 1), ROLLBACKS: (int, 10_000),
+        "class_weight": ((int, float), 100_000),
     }  # fmt: skip
     for name, (kind, most) in lists.items():
         value = run.get(name, [])
@@ -146,6 +147,9 @@ def check_run(policy: Policy, run: Mapping[str, Any]) -> None:
         _check_limit(f"number of {name}", len(value), most)
     for count in run["steps"]:
         _check_limit("steps", count, 1000 * policy.max_setting)
+    weights = run.get("class_weight", [])
+    if weights and (len(weights) != len(run["classes"]) or not all(0 < w <= policy.max_setting for w in weights)):
+        raise Refusal(Code.BAD_REQUEST, "the run's class_weight is not a positive number within limits for each class")
     if not isinstance(run["tokenizer"], str):
         raise Refusal(Code.TOKENIZER_REFUSED, "the run's tokenizer is no text")
     if len(run["tokenizer"]) > _MOST_TOKENIZER:
@@ -206,6 +210,20 @@ class Consent:
             f"{name} sends beside weights: {beyond}; to allow it, start the site with {flags}, or name it in its "
             "policy",
         )
+
+    def check_setting(self, number: str, setting: str, kind: Kind) -> None:
+        """Refuse to send what a setting of the run asks for, whatever its method: by the policy, or by the owner."""
+        if kind in self.policy.deny:
+            raise Refusal(Code.NOT_ALLOWED, f"{setting} sends {kind}, which this site's policy denies")
+        if kind in self.policy.allow:
+            return
+        what = f"{kind} ({MEANING[kind]})"
+        answer = self._owner_answer((number, setting, (kind,)), f"a server's run has {setting}, which sends {what}")
+        if not answer:
+            raise Refusal(
+                Code.NOT_ALLOWED if answer is False else Code.CONSENT_PENDING,
+                f"{setting} sends {what}; to allow it, start the site with --allow {kind}",
+            )
 
     def allows(self, kind: Kind) -> bool:
         """Whether the policy lets a kind of information be sent that no method sends."""

@@ -56,6 +56,8 @@ def failure_reason(answer: Any) -> str:
     return cleaned(getattr(answer, "reason", "its answer cannot be understood"), 300)
 
 
+BALANCED = "balanced"  # the `class_weight` for which sites send their class counts
+CLASS_COUNTS = "class_counts"  # in an answer: training samples of each class
 BY_CLASS = "by_class"  # in an answer: counts of each client's tests by class, (clients, 3, classes)
 
 

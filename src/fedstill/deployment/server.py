@@ -17,7 +17,8 @@ import numpy as np
 
 from fedstill.building.config import Config, anchored, fixed
 from fedstill.building.data import load_data, undivided
-from fedstill.building.setup import prepare
+from fedstill.building.setup import Setup, prepare
+from fedstill.building.task import balanced_weights
 from fedstill.building.topology import assign
 from fedstill.core.device import find
 from fedstill.core.errors import FedstillError, SettingError
@@ -28,6 +29,7 @@ from fedstill.data.partition import IntArray
 from fedstill.deployment.audit import RecordedLink
 from fedstill.deployment.episodes import TOTALS, EpisodeLoop
 from fedstill.deployment.protocol import (
+    BALANCED,
     BY_CLASS,
     RunInfo,
     SiteLink,
@@ -214,7 +216,6 @@ def serve(
     # What a checkpoint does not have would have to be requested from the sites again.
     config = config.model_copy(update={"checkpoint_every": 1})
     dataset = load_data(config, saved_tokenizer(out))
-    server_data = undivided(config, dataset)
     begun = (out / files.CONFIG).is_file()
     directory = RunDirectory.open(out) if begun else _created(out, config)
     try:
@@ -229,6 +230,7 @@ def serve(
             clients = {name: np.array([k]) for k, name in enumerate(names)}
         frozen: list[str] = []  # the digest of the frozen part of the network, where there is one
         steps: list[int] = []  # of an epoch in each region, once the sites have reported their numbers of samples
+        weights: list[float] = []  # of each class, likewise
 
         def run_info() -> RunInfo:
             return {
@@ -241,6 +243,7 @@ def serve(
                 "shape": list(dataset.shape),
                 "tokenizer": dataset.tokenizer,  # all must make the same tokens of text
                 "steps": steps,
+                "class_weight": weights,
                 "frozen": frozen,
                 "checkpoint": directory.oldest_checkpoint(),
                 ROLLBACKS: rollbacks,
@@ -249,13 +252,14 @@ def serve(
         registry = SiteRegistry(
             clients,
             dataset,
-            server_data,
+            undivided(config, dataset),
             run_info,
             total=config.clients,
             names=() if regional else names,
             changing=regional,
             max_share=config.max_share,
             path=directory.path / files.COUNTS,
+            by_class=config.class_weight == BALANCED,
         )
         registry.counts.forget(terms.recount)
         with logging_to(directory.path / files.LOG):
@@ -284,12 +288,25 @@ def serve(
         raise
     frozen += filter(None, [frozen_digest(setup.task.build().module)])
     steps += [region.task.local.steps_per_epoch for region in setup.hierarchy.regions]
+    weights += _class_weight(directory, setup, registry)
     loop_class, least = (EpisodeLoop, 1) if regional else (RoundLoop, fewest_answers(config, setup.method))
 
     def engine(worker: Worker) -> Engine:
         return SiteEngine(worker, link, registry, terms, least=least)
 
     return api.run_in_directory(setup, directory, listener, engine, loop_class=loop_class)
+
+
+def _class_weight(directory: RunDirectory, setup: Setup, registry: SiteRegistry) -> list[float]:
+    """How much each class counts in this run, also after a restart: sites that come later change nothing."""
+    if setup.config.class_weight != BALANCED:
+        return list(setup.task.local.class_weight)
+    path = directory.path / files.SERVED
+    saved = read_sealed_json(path)
+    if "class_weight" not in saved:
+        saved |= {"class_weight": balanced_weights(registry.class_counts())}
+        write_sealed_json(path, saved)
+    return [float(weight) for weight in saved["class_weight"]]
 
 
 def _created(out: Path, config: Config) -> RunDirectory:
@@ -322,6 +339,8 @@ def regions_of(config: Config, names: Sequence[str]) -> dict[str, IntArray]:
         raise SettingError(
             f"the regions are called {', '.join(wanted)} in the settings, and the keys {', '.join(names)}"
         )
+    if config.class_weight == BALANCED:
+        raise SettingError("class_weight = 'balanced': regions do not pass class counts on; give numbers instead")
     if methods.make(config.method, config.hyper).has_final_exchange:
         raise SettingError(f"{config.method} asks every client once more at the end, which regions do not pass on")
     called = wanted if any(wanted) else sorted(names)

@@ -31,7 +31,7 @@ from fedstill.data.federation import Federation
 from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, AuditLog, answer_entry
 from fedstill.deployment.policy import Consent, Policy, Usage
-from fedstill.deployment.protocol import BY_CLASS, RunInfo, run_number
+from fedstill.deployment.protocol import BALANCED, BY_CLASS, CLASS_COUNTS, RunInfo, run_number
 from fedstill.engine.worker import FinalExchange, Request, Score, Train, Worker, request_from
 from fedstill.methods import registry
 from fedstill.methods.base import Method, misfit
@@ -127,7 +127,11 @@ class Site:
         private = Kind.METRICS in self._policy.deny
         if request is None:
             tests = 0 if private else len(worker.federation.test_index)
-            return {"samples": [len(worker.federation.train_index)], "tests": [tests]}
+            counts: dict[str, Any] = {"samples": [len(worker.federation.train_index)], "tests": [tests]}
+            if config.class_weight == BALANCED:  # to which the owner has agreed: see `_prepare`
+                labels = worker.federation.dataset.train.y.numpy()[worker.federation.train_index]
+                counts[CLASS_COUNTS] = np.bincount(labels, minlength=worker.task.classes).tolist()
+            return counts
         if isinstance(request, Score):
             if private:
                 raise Refusal(Code.NOT_ALLOWED, "how well models do on this site's tests is denied by its policy")
@@ -200,9 +204,11 @@ class Site:
                 )
             regional = self._regional(config, run, task, method, federation)
             if config.flat:
-                steps = run["steps"] or [0]
-                task = task.trained_as(replace(task.local, steps_per_epoch=steps[0]))
+                steps, weights = run["steps"] or [0], _class_weight(run)
+                task = task.trained_as(replace(task.local, steps_per_epoch=steps[0], class_weight=weights))
         with during(Step.CONSENT):
+            if config.class_weight == BALANCED:
+                self._consent.check_setting(run_number(run), "class_weight = balanced", Kind.CLASS_COUNTS)
             for name, inside in regional or [(config.method, (task, method))]:
                 self._consent.check(run_number(run), name, inside[1], inside[0])
         store = Store(self._directory / "state" / run_number(run), run=run_number(run), earlier=True)
@@ -222,10 +228,9 @@ class Site:
         found = []
         for table, count in zip(tables, run["steps"] or [0] * len(tables), strict=True):
             local = local_training(config.model_copy(update=table.overrides()), federation)
+            local = replace(local, steps_per_epoch=count, class_weight=_class_weight(run))
             inside = regional_method(table, config, method)
-            found.append(
-                (table.method or config.method, (task.trained_as(replace(local, steps_per_epoch=count)), inside))
-            )
+            found.append((table.method or config.method, (task.trained_as(local), inside)))
         return found
 
     def _federation(self, config: Config, run: RunInfo, found: Dataset) -> Federation:
@@ -244,6 +249,11 @@ class Site:
         dataset = replace(_labelled_as(found, run["classes"]), mean=tuple(run["mean"]), std=tuple(run["std"]))
         later = np.arange(run["clients"] + 1) > run["client"]
         return Federation(dataset, train, later * len(train), test, later * len(test), pool, source)
+
+
+def _class_weight(run: RunInfo) -> tuple[float, ...]:
+    """How much each class counts in the run; `check_run` has looked at it."""
+    return tuple(map(float, run.get("class_weight", [])))
 
 
 def _trained_with(worker: Worker, request: Train | FinalExchange) -> tuple[Task, Method]:

@@ -51,7 +51,7 @@ def _note(path: Path, to: int) -> None:
     """Sites must not repeat an answer to a round that is forgotten, nor go on from it."""
     kept = read_sealed_json(path)
     if to == 0:
-        kept |= {"number": secrets.token_hex(8), "sites": [], ROLLBACKS: []}
+        kept = {"number": secrets.token_hex(8), "sites": [], ROLLBACKS: []}  # what else there was is settled anew
     write_sealed_json(path, kept | {ROLLBACKS: [*kept.get(ROLLBACKS, []), to]})
 
 

@@ -17,7 +17,7 @@ from sklearn.metrics import balanced_accuracy_score, f1_score, recall_score, roc
 
 import fedstill
 from fedstill.core.errors import SettingError
-from fedstill.engine import worker
+from fedstill.engine import worker as workers
 from fedstill.metrics import scores
 from fedstill.metrics.records import value_of
 from fedstill.metrics.scores import ClassCounts
@@ -120,13 +120,13 @@ def test_metrics_have_the_same_bits_on_every_engine(other: dict[str, Any], local
 
 def test_probabilities_are_computed_only_where_a_metric_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    original = worker.score
+    original = workers.score  # type: ignore[attr-defined]
 
     def watched(*arguments: Any, probabilities: bool) -> Any:
         asked.append(probabilities)
         return original(*arguments, probabilities=probabilities)
 
-    monkeypatch.setattr(worker, "score", watched)
+    monkeypatch.setattr(workers, "score", watched)
     usual = fedstill.run("fedavg", **RUN, metrics=["macro_f1"])
     before = len(asked)
     assert not any(asked)

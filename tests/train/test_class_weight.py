@@ -51,6 +51,7 @@ def test_balanced_weights_are_scikit_learns_for_all_clients_samples_together() -
     assert np.mean([setup.task.local.class_weight[label] for label in labels]) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_weights_twice_as_large_are_a_rate_twice_as_large() -> None:
     names = fedstill.load("fashion-mini").classes
     twice = fedstill.run("fedavg", **TINY, lr=0.02, class_weight=dict.fromkeys(names, 2.0))

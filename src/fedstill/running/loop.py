@@ -206,7 +206,7 @@ class RoundLoop:
         record |= cast(RoundRecord, NOT_EVALUATED)
         if due:
             record["local_accuracy"] = tally.mean("local_accuracy")
-            record |= cast(RoundRecord, main.record() if main else of_own_models(tally))
+            record |= cast(RoundRecord, main.record() if main else of_own_models(tally, config.metrics))
         record |= {
             "train_loss": tally.mean("train_loss"),
             "bytes_down": tally.bytes_down,

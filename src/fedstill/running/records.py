@@ -55,17 +55,24 @@ class Tally:
         return sum(values) / len(values) if values else None
 
 
-def of_own_models(uplinks: Tally) -> Scores:
-    """The same numbers where there is no global model: of the active clients' own models, on average."""
+def of_own_models(uplinks: Tally, metrics: Sequence[str] = ()) -> Scores:
+    """The same numbers where there is no global model: of the active clients' own models, on average.
+
+    The `metrics` that the settings name are those of a global model.
+    """
     local = np.array(uplinks.metrics.get("local_accuracy", []))
     known = len(local) > 0
-    return {
+    missing = {short_name(name): "there is no global model" for name in metrics}
+    if len(local) == 1:
+        missing["fm"] = "only one active client has test samples"
+    scores: Scores = {
         "accuracy": uplinks.mean("test_accuracy"),
         "loss": uplinks.mean("test_loss"),
         "amp": float(local.mean()) if known else None,
         "fm": float(local.var()) if len(local) > 1 else None,
         "wlp": float(local.min()) if known else None,
     }
+    return scores | {"unmeasured": missing} if missing else scores
 
 
 def summarise(config: Config, records: Sequence[RoundRecord], final_exchange: Mapping[str, int]) -> Summary:

@@ -194,7 +194,7 @@ class Config(BaseModel):
     )
     metrics: list[str] = Field(
         default_factory=list,
-        description="metrics beyond accuracy: auroc, ece, or file.py:function, of labels and probabilities; "
+        description="metrics beyond accuracy, such as auroc,ece or file.py:function of labels and probabilities; "
         "balanced_accuracy and macro_f1 are always there, but of sites' own tests only if named here",
     )
     target: float = Field(0.0, ge=0, le=1, description="accuracy whose first round is reported; 0: none")

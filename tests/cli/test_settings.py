@@ -36,7 +36,7 @@ def test_a_flag_of_a_setting_has_its_type_and_meaning_and_no_default_of_its_own(
         assert option.opts == ["--" + setting.replace("_", "-")]
         assert option.help == help_text(field)
         assert option.default is None, "a file's value wins over a default"
-        kind = str if get_origin(field.annotation) is Literal else field.annotation
+        kind = str if get_origin(field.annotation) in (Literal, list) else field.annotation
         assert option.type.name == KINDS[kind]  # type: ignore[index]
 
 

@@ -54,6 +54,17 @@ def test_regions_come_to_the_bits_of_a_run_on_one_machine(
     assert here.summary["bytes_down"] == there.summary["bytes_down"]
 
 
+@pytest.mark.slow
+def test_regions_pass_on_what_their_sites_count_by_class_and_how_classes_count(tmp_path: Path) -> None:
+    names = fedstill.load("fashion-mini").classes
+    settings: dict[str, Any] = {"metrics": ["balanced_accuracy", "macro_f1"], "max_share": 1.0}
+    settings |= {"class_weight": {name: 1.0 + i for i, name in enumerate(names)}}
+    there = served(World(tmp_path), tmp_path / "served", "fedavg+f2l", **settings)
+    here = alone(tmp_path / "alone", "fedavg+f2l", **settings)
+    assert weights(tmp_path / "served") == weights(tmp_path / "alone")
+    assert there.records[-1]["metrics"] == pytest.approx(here.records[-1]["metrics"])
+
+
 class Killed(Exception):
     pass
 

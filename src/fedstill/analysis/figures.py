@@ -19,7 +19,7 @@ from fedstill.building.data import divide, load_data
 from fedstill.building.schema import IRRELEVANT
 from fedstill.core.errors import SettingError
 from fedstill.data.federation import Federation
-from fedstill.metrics.records import EpisodeRecord, RoundRecord, value_of
+from fedstill.metrics.records import EpisodeRecord, RoundRecord, curve_metrics, value_of
 from fedstill.report import style
 from fedstill.report.bars import bars
 from fedstill.report.bubbles import bubbles
@@ -55,15 +55,17 @@ def draw_curves(
     groups: Sequence[Group],
     out: style.Target,
     *,
-    metrics: Sequence[str] = ("accuracy", "fm"),
+    metrics: Sequence[str] = (),
     band: Band = "std",
     title: str = "",
 ) -> None:
     """Metrics by round; a group is one line with a band."""
+    records = [record for group in groups for run in group.runs for record in run.records]
+    metrics = metrics or curve_metrics(records)
     for metric in metrics:
-        records = [record for group in groups for run in group.runs for record in run.records]
         if all(value_of(record, metric) is None for record in records):
-            known = dict.fromkeys(name for record in records for name in record if value_of(record, name) is not None)
+            names = (name for record in records for name in (*record, *record.get("metrics", {})))
+            known = [name for name in dict.fromkeys(names) if any(value_of(r, name) is not None for r in records)]
             raise SettingError(f"--metric {metric}: no round has it; those there are: {', '.join(known) or 'none'}")
     seed_curves(round_records(groups), out, metrics=metrics, band=band, title=title or in_common(groups))
 
@@ -74,7 +76,8 @@ def draw_comparison(tables: Sequence[Sequence[Row]], out: style.Target, title: s
         rows[0].place: {row.method: [cell.records() for cell in row.cells] for row in rows if not row.variant}
         for rows in tables
     }
-    swept_curves(places, out, metrics=["accuracy", "fm"] if len(tables) == 1 else ["accuracy"], title=title)
+    records = [record for groups in places.values() for runs in groups.values() for run in runs for record in run]
+    swept_curves(places, out, metrics=curve_metrics(records)[: 2 if len(tables) == 1 else 1], title=title)
 
 
 def distance_records(runs: Mapping[str, Sequence[Path]]) -> dict[str, list[list[dict[str, float]]]]:
@@ -126,9 +129,11 @@ def results(group: Group, metric: str, which: str = "final") -> list[float]:
     found = []
     for run in group.runs:
         summary: Mapping[str, Any] = run.summary or {}
-        name = f"{which}_{metric}" if f"{which}_{metric}" in summary else metric
-        if (number := value_of(summary, name)) is None:
-            final = [n for n in summary if n.startswith("final_") and n != "final_is_mean_of"]
+        number = value_of(summary, f"{which}_{metric}")
+        number = value_of(summary, metric) if number is None else number
+        if number is None:
+            names = (*summary, *summary.get("metrics", {}))
+            final = [n for n in names if n.startswith("final_") and n != "final_is_mean_of"]
             known = [n.removeprefix("final_") for n in final if value_of(summary, n) is not None]
             raise SettingError(f"--metric {metric}: {run.path} has no such number; it has {', '.join(known)}")
         found.append(number)

@@ -12,6 +12,8 @@ from fedstill.analysis.runs import group_runs, in_common, last_evaluated_episode
 from fedstill.building.config import DIVISION
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import write_atomic
+from fedstill.metrics.records import curve_metrics, value_of
+from fedstill.metrics.shown import named_metrics
 from fedstill.report.bubbles import bubbles
 from fedstill.report.clients import clients
 from fedstill.report.confusion import confusion
@@ -29,18 +31,38 @@ def write_page(directories: Sequence[Path], out: Path, title: str = "") -> None:
     notes = [f"Not finished, and left out: {run.path}" for run in runs if not run.summary]
     if not groups:
         raise SettingError(f"no run is finished: continue one with 'fedstill resume {runs[0].path}'")
+    metrics = curve_metrics([record for group in groups for run in group.runs for record in run.records])
+    what = "on the global test set" if metrics[0] == "accuracy" else "on the clients' own tests"
     pictures = [
         _picture(
-            "Accuracy on the global test set, and variance over the clients (FM), by round",
-            lambda file: seed_curves(round_records(groups), file, title=in_common(groups)),
+            f"Accuracy {what}, and variance over the clients (FM), by round",
+            lambda file: seed_curves(round_records(groups), file, metrics=metrics, title=in_common(groups)),
         )
     ]
+    if named := named_metrics([run.summary for run in runs if run.summary]):
+        pictures.append(
+            _picture(
+                "The metrics that the runs name, by round: on the global test set, or else on the clients' tests",
+                lambda file: seed_curves(
+                    round_records(groups), file, metrics=_measured(groups, named), title=in_common(groups)
+                ),
+            )
+        )
     if served := client_accuracies(groups):
         caption = "Each client's accuracy under the final model, from the worst served to the best"
         pictures.append(_picture(caption, lambda file: clients(served, file, title=in_common(groups))))
     pictures += _episodes(groups)
     partitions, more = _partitions(groups)
     write_atomic(out, page(groups, pictures + partitions, title=title or "fedstill report", notes=notes + more))
+
+
+def _measured(groups: Sequence[Group], names: Sequence[str]) -> list[str]:
+    """Each metric where any round has it."""
+    records = [record for group in groups for run in group.runs for record in run.records]
+    return [
+        next((n for n in (name, f"pooled_{name}") if any(value_of(r, n) is not None for r in records)), name)
+        for name in names
+    ]
 
 
 def _picture(caption: str, draw: Callable[[io.BytesIO], object]) -> Picture:

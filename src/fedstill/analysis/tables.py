@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fedstill.core.errors import SettingError
 from fedstill.methods import registry
 from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Summary, value_of
+from fedstill.metrics.shown import PLACES, balanced_column, named_metrics, remarks, title
 from fedstill.metrics.statistics import ENOUGH, Spread
 from fedstill.studies.comparison import TO_TARGET, Row
 
@@ -29,23 +30,38 @@ class TextTable:
 
 def results_table(summaries: Mapping[str, Summary]) -> TextTable:
     """Finished runs by name, side by side, each followed by the further models that it evaluated."""
+    runs = list(summaries.values())
+    balanced = balanced_column(runs)
     shown = TextTable(
         "Results",
-        ("", "accuracy best", "final", "AMP", "FM", "WLP", "MB moved", "seconds"),
-        "final: mean of the last five evaluations · FM: smaller is fairer",
+        ("", "accuracy best", "final", *(["balanced"] if balanced else []), "AMP", "FM", "WLP", "MB moved", "seconds"),
+        " · ".join(["final: mean of the last five evaluations", "FM: smaller is fairer", *remarks(runs)]),
     )
     for name, s in summaries.items():
         moved = (s["bytes_down"] + s["bytes_up"] + s.get("bytes_regions", 0)) / 1e6
-        shown.add(name, *_scores(s), f"{moved:.1f}", f"{s['seconds'] + s['eval_seconds']:.1f}")
+        shown.add(name, *_scores(s, balanced), f"{moved:.1f}", f"{s['seconds'] + s['eval_seconds']:.1f}")
         for variant, scores in s.get("also", {}).items():
-            shown.add(f"  {variant}", *_scores(scores))
+            shown.add(f"  {variant}", *_scores(scores, balanced))
     return shown
 
 
-def _scores(scores: Summary | BestAndFinal) -> list[str]:
+def metrics_table(summaries: Mapping[str, Summary]) -> TextTable | None:
+    """The metrics that finished runs name, where each is measured; None if they name none."""
+    names = named_metrics(list(summaries.values()))
+    shown = TextTable("Metrics", ("", "metric", *PLACES.values()), "final: mean of the last five evaluations")
+    for run, s in summaries.items():
+        for model, scores in {run: s, **{f"  {name}": also for name, also in s.get("also", {}).items()}}.items():
+            for name in names:
+                values = [value_of(scores, f"final_{place}{name}") for place in PLACES]
+                shown.add(model, title(name), *("–" if value is None else f"{value:.4f}" for value in values))
+    return shown if names else None
+
+
+def _scores(scores: Summary | BestAndFinal, balanced: str | None) -> list[str]:
     fm = scores.get("final_fm")
+    names = ("best_accuracy", "final_accuracy", *([balanced] if balanced else []), "final_amp")
     return [
-        *(percent(value_of(scores, name)) for name in ("best_accuracy", "final_accuracy", "final_amp")),
+        *(percent(value_of(scores, name)) for name in names),
         "–" if fm is None else f"{fm:.4f}",
         percent(scores.get("final_wlp")),
     ]
@@ -53,21 +69,43 @@ def _scores(scores: Summary | BestAndFinal) -> list[str]:
 
 def comparison_table(rows: Sequence[Row], *, seeds: int) -> TextTable:
     """Methods by metrics."""
-    over = f"mean ± standard deviation of {seeds} seeds · " if seeds > 1 else ""
+    summaries = [cell.summary() for row in rows for cell in row.cells]
+    balanced = balanced_column(summaries)
+    notes = [
+        *([f"mean ± standard deviation of {seeds} seeds"] if seeds > 1 else []),
+        "final: mean of the last five evaluations",
+        "FM: smaller is fairer",
+        *(["*: of the clients' own models, for there is no global one"] if any(map(_own_models, rows)) else []),
+        *remarks(summaries),
+    ]
     shown = TextTable(
         "Results" + _place(rows[0]),
-        ("", "accuracy best", "final", "AMP", "FM", "WLP"),
-        f"{over}final: mean of the last five evaluations · FM: smaller is fairer"
-        + (" · *: of the clients' own models, for there is no global one" if any(map(_own_models, rows)) else ""),
+        ("", "accuracy best", "final", *(["balanced"] if balanced else []), "AMP", "FM", "WLP"),
+        " · ".join(notes),
     )
+    accuracies = ("best_accuracy", "final_accuracy", *([balanced] if balanced else []), "final_amp")
     for row in rows:
         shown.add(
             _name(row) + "*" * _own_models(row),
-            *(_spread(row.spread(metric), 100, 2, " %") for metric in ("best_accuracy", "final_accuracy", "final_amp")),
+            *(_spread(row.spread(metric), 100, 2, " %") for metric in accuracies),
             _spread(row.spread("final_fm"), 1, 4),
             _spread(row.spread("final_wlp"), 100, 2, " %"),
         )
     return shown
+
+
+def compared_metrics_table(rows: Sequence[Row], *, seeds: int) -> TextTable | None:
+    """Methods by the metrics that their runs name; None if they name none."""
+    names = named_metrics([cell.summary() for row in rows for cell in row.cells])
+    over = f"mean ± standard deviation of {seeds} seeds · " if seeds > 1 else ""
+    shown = TextTable(
+        "Metrics" + _place(rows[0]), ("", "metric", *PLACES.values()), f"{over}final: mean of the last five evaluations"
+    )
+    for row in rows:
+        for name in names:
+            found = (row.spread(f"final_{place}{name}") for place in PLACES)
+            shown.add(_name(row), title(name), *(_spread(each, 1, 4) for each in found))
+    return shown if names else None
 
 
 def cost_table(rows: Sequence[Row], *, seeds: int) -> TextTable:

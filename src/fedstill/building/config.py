@@ -25,6 +25,7 @@ from fedstill.core import custom, device
 from fedstill.core.errors import SettingError, unknown
 from fedstill.data import augment, sources
 from fedstill.methods import registry
+from fedstill.metrics.scores import check_names
 
 __all__ = [
     "CHANGEABLE",
@@ -57,6 +58,7 @@ def anchored(config: Config) -> Config:
     folder = config.model_options.get("pretrained")
     if isinstance(folder, str) and Path(folder).expanduser().is_dir():
         update["model_options"] = config.model_options | {"pretrained": str(Path(folder).expanduser().resolve())}
+    update["metrics"] = list(map(_anchored, config.metrics))
     update["region"] = [r.model_copy(update={"method": _anchored(r.method)}) for r in config.region]
     data_dir = config.data_dir or os.environ.get("FEDSTILL_DATA", "")
     if data_dir:
@@ -110,6 +112,7 @@ def resolve(
         raise SettingError(registry.explain(error)) from error
     augment.parse(config.augment)
     device.check(config.device)
+    check_names(config.metrics)
     return config
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator
 
 from fedstill.core.choices import ALPHA, SMALLEST_VOCABULARY, AttackKind, BufferPolicy, Precision
 
@@ -121,6 +122,11 @@ class Config(BaseModel):
     momentum: float = Field(0.0, ge=0, lt=1, description="local momentum (sgd)")
     weight_decay: float = Field(0.0, ge=0, description="local weight decay")
     clip: float = Field(0.0, ge=0, description="largest gradient norm; 0: no clipping")
+    class_weight: str | dict[str, float] = Field(
+        "",
+        description="how much a sample of each class counts in the clients' loss: balanced, inversely to how many all "
+        "clients have; or a number for each class, {no = 1, yes = 70}",
+    )
     precision: Precision = Field(
         "float32", description="number format of passes through the network; weights stay in float32"
     )
@@ -186,8 +192,28 @@ class Config(BaseModel):
         description="served: the largest share of all samples (and tests) that a site counts with; 0: 0.75 of three "
         "sites, 0.6 of four, half of more; 1: no limit",
     )
+    metrics: list[str] = Field(
+        default_factory=list,
+        description="metrics beyond accuracy, such as auroc,ece or file.py:function of labels and probabilities; "
+        "balanced_accuracy and macro_f1 are always there, but of sites' own tests only if named here",
+    )
     target: float = Field(0.0, ge=0, le=1, description="accuracy whose first round is reported; 0: none")
     hyper: dict[str, Any] = Field(default_factory=dict, description="the method's own settings")
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _listed(cls, given: Any) -> Any:
+        """`auroc,ece`, as on the command line, is a list."""
+        return [name.strip() for name in given.split(",") if name.strip()] if isinstance(given, str) else given
+
+    @field_validator("class_weight", mode="plain")
+    @classmethod
+    def _weights(cls, given: Any) -> Any:
+        if given in ("", "balanced"):
+            return given
+        if isinstance(given, dict) and all(type(n) in (int, float) and 0 < n < math.inf for n in given.values()):
+            return {str(name): float(number) for name, number in given.items()}
+        raise ValueError("should be 'balanced', or a table with a number above 0 for each class, {no = 1, yes = 70}")
 
     @property
     def flat(self) -> bool:
@@ -223,12 +249,13 @@ CHANGEABLE = {
     "round_retries",
     "max_update_ratio",
     "target",
+    "metrics",
     "data_dir",
     "save_teachers",
     "save_models",
 }
 # Settings that may differ between two runs whose numbers are the same.
-IRRELEVANT = CHANGEABLE - {"rounds", "eval_every"}
+IRRELEVANT = CHANGEABLE - {"rounds", "eval_every", "metrics"}
 
 
 def fixed(config: Config) -> dict[str, str]:

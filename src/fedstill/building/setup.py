@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from fedstill.attacks.attack import Attack, plan
@@ -16,13 +17,19 @@ from fedstill.building.topology import (
     arrange,
     check_attendance,
     check_labels,
+    cohort_size,
     regional_method,
+    with_data,
 )
 from fedstill.core.errors import SettingError
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation
 from fedstill.methods import registry
 from fedstill.methods.base import Method
+from fedstill.metrics.records import Majority
+from fedstill.metrics.scores import Function, Metric
+from fedstill.metrics.scores import find as find_metrics
+from fedstill.metrics.shown import always_predicting, is_imbalanced
 from fedstill.models.pretrained import has_learnt
 from fedstill.train.task import Samples, Task
 
@@ -37,6 +44,7 @@ class Setup:
     method: Method
     hierarchy: Hierarchy
     attack: Attack
+    metrics: tuple[Metric, ...] = ()  # beyond those that every evaluation has
     warnings: tuple[str, ...] = ()  # what whoever started the run should know
 
     def pool(self) -> Samples | None:
@@ -53,6 +61,7 @@ def prepare(
     model: Network | None = None,
     method: Method | None = None,
     proxy: Dataset | None = None,
+    metrics: Sequence[Function] = (),
     elsewhere: bool = False,
     tokenizer: str = "",
 ) -> Setup:
@@ -73,14 +82,46 @@ def prepare(
     hierarchy = arrange(config, task, federation, method)
     check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
     attack = attack_of(config, federation, hierarchy)
-    return Setup(config, task, federation, method, hierarchy, attack, warnings=tuple(_warnings(config, task)))
+    return Setup(
+        config,
+        task,
+        federation,
+        method,
+        hierarchy,
+        attack,
+        find_metrics(config.metrics, metrics, task.classes),
+        warnings=tuple(_warnings(config, task, federation, hierarchy)),
+    )
 
 
-def _warnings(config: Config, task: Task) -> Iterator[str]:
+def _warnings(config: Config, task: Task, federation: Federation, hierarchy: Hierarchy) -> Iterator[str]:
+    if (largest := majority(federation)) is not None and is_imbalanced(largest):
+        yield f"the test classes are imbalanced: {always_predicting(largest)}; look at balanced accuracy"
+    for region in hierarchy.regions:
+        members, able = len(region.clients), len(with_data(federation.sizes, region.clients))
+        if able > 1 and cohort_size(able, members, region.participation) == 1:
+            where = "" if hierarchy.flat else f" of {region.name}"
+            yield (
+                f"participation = {region.participation:g}: of the {members} clients{where} one trains in a round, so "
+                "that nothing is averaged; a larger participation lets more train"
+            )
     if task.proxy is not None and config.proxy != "pool" and len(task.proxy) < config.proxy_size:
         yield f"proxy_size = {config.proxy_size}: the proxy data have {len(task.proxy)} samples, and all are used"
     if (encoder := encoder_of(config)) and not has_learnt(encoder):
         yield f"{encoder} has no weights: the encoder begins with random ones, as if it had learnt nothing"
+
+
+def majority(federation: Federation) -> Majority | None:
+    """The largest class of the test samples that are known here, and its share."""
+    dataset = federation.dataset
+    whole = len(dataset.test.y) > 0
+    labels = dataset.test.y.numpy() if whole else federation.test_split.y.numpy()[federation.test_index]
+    if not len(labels):
+        return None
+    counts = np.bincount(labels, minlength=len(dataset.classes))
+    largest = int(counts.argmax())
+    tests = "test set" if whole else "clients' tests"
+    return {"name": dataset.classes[largest], "share": float(counts[largest] / len(labels)), "tests": tests}
 
 
 def attack_of(config: Config, federation: Federation, hierarchy: Hierarchy) -> Attack:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from fedstill.building.config import Config
 from fedstill.building.data import check_tokens, proxy_samples
 from fedstill.core import custom, kernels
-from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.errors import FedstillError, SettingError, unknown
 from fedstill.data import augment
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
@@ -65,7 +65,33 @@ def local_training(config: Config, federation: Federation) -> LocalTraining:
         weight_decay=config.weight_decay,
         clip=config.clip,
         steps_per_epoch=steps,
+        class_weight=class_weights(config, federation),
     )
+
+
+def class_weights(config: Config, federation: Federation) -> tuple[float, ...]:
+    """How much a sample of each class counts; nothing if all count alike, or if no samples are known here."""
+    classes = federation.dataset.classes
+    if isinstance(config.class_weight, dict):
+        if missing := [name for name in classes if name not in config.class_weight]:
+            raise SettingError(f"class_weight: a number for {missing[0]!r} is missing; each class needs one")
+        if extra := [name for name in config.class_weight if name not in classes]:
+            raise unknown("class in class_weight", extra[0], classes)
+        return tuple(config.class_weight[name] for name in classes)
+    if not config.class_weight:
+        return ()
+    labels = federation.dataset.train.y.numpy()[federation.train_index]
+    return balanced_weights(np.bincount(labels, minlength=len(classes)).tolist())
+
+
+def balanced_weights(counts: Sequence[float]) -> tuple[float, ...]:
+    """Weights with which all classes count alike, and samples 1 on average; 1 for a class without samples.
+
+    >>> balanced_weights([90, 10])
+    (0.5555555555555556, 5.0)
+    """
+    total, classes = sum(counts), sum(count > 0 for count in counts)
+    return tuple(total / (classes * count) if count else 1.0 for count in counts) if total else ()
 
 
 def network_maker(config: Config, dataset: Dataset, method: Method, model: Network | None) -> Callable[[], Classifier]:

@@ -13,7 +13,14 @@ from rich.progress import track
 from rich.table import Table
 
 from fedstill import data as datasets_
-from fedstill.analysis.tables import TextTable, episodes_table, percent, reliability_table, results_table
+from fedstill.analysis.tables import (
+    TextTable,
+    episodes_table,
+    metrics_table,
+    percent,
+    reliability_table,
+    results_table,
+)
 from fedstill.building.config import Config, is_config_file, parse_assignments, parse_sweeps, read_toml, resolve
 from fedstill.building.data import divide, load_data
 from fedstill.building.setup import prepare
@@ -25,7 +32,7 @@ from fedstill.core.files import read_json
 from fedstill.data.dataset import Dataset
 from fedstill.methods import registry
 from fedstill.methods.base import Part
-from fedstill.metrics.records import RoundRecord, Summary
+from fedstill.metrics.records import RoundRecord, Summary, curve_metrics
 from fedstill.running import api, files
 from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import prepare_again
@@ -72,11 +79,11 @@ def resume(directory: Path, rounds: int | None, *, device: str | None = None, te
 
 def _show_result(result: api.Result, config: Config, path: Path) -> None:
     """The table and the curves of a run that has ended."""
-    print_table(results_table({config.method: result.summary}), no_wrap=True)
+    print_results({config.method: result.summary})
     from fedstill.report.curves import curves
 
     picture = path / files.CURVES
-    curves({config.method: result.records}, picture, title=title_of(config))
+    curves({config.method: result.records}, picture, metrics=curve_metrics(result.records), title=title_of(config))
     say(f"curves: {picture}\nall of it: {path}")
 
 
@@ -106,11 +113,11 @@ def show(directories: list[Path], plot: Path | None) -> None:
             continue
         say(f"{directory}: {done} of {total} rounds; continue it with 'fedstill resume {directory}'")
     if finished:
-        print_table(results_table(finished), no_wrap=True)
+        print_results(finished)
     if plot:
         from fedstill.report.curves import curves
 
-        curves(records, plot)
+        curves(records, plot, metrics=curve_metrics([record for each in records.values() for record in each]))
         say(f"curves: {plot}")
 
 
@@ -282,6 +289,13 @@ def print_table(table: TextTable, *, first: Justify = "left", fold: bool = True,
     for row in table.rows:
         shown.add_row(*row)
     console.print(shown)
+
+
+def print_results(summaries: Mapping[str, Summary]) -> None:
+    """The tables of finished runs."""
+    print_table(results_table(summaries), no_wrap=True)
+    if (metrics := metrics_table(summaries)) is not None:
+        print_table(metrics, no_wrap=True)
 
 
 def run_name(config: Config) -> str:

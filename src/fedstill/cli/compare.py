@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedstill.analysis.figures import draw_comparison
-from fedstill.analysis.tables import comparison_table, cost_table
+from fedstill.analysis.tables import compared_metrics_table, comparison_table, cost_table
 from fedstill.building.config import Config, anchored, parse_sweeps
 from fedstill.cli.commands import Flags, config_of, console, known_to, print_table, run_name, say, slug, title_of
 from fedstill.cli.progress import AllRuns
@@ -58,6 +58,8 @@ def compare(
     tables = grid(cells, methods, sweep, seeds)
     for rows in tables:
         print_table(comparison_table(rows, seeds=seeds))
+        if (metrics := compared_metrics_table(rows, seeds=seeds)) is not None:
+            print_table(metrics)
         print_table(cost_table(rows, seeds=seeds))
     write_json(folder / "comparison.json", [without_nan(row.record(rows[0])) for rows in tables for row in rows])
     picture = folder / files.CURVES

@@ -31,14 +31,17 @@ def curves(
     directories: Runs,
     metric: Annotated[
         list[str] | None,
-        typer.Option(help=r"A number of metrics.jsonl; can be repeated, one panel each. \[accuracy, fm]"),
+        typer.Option(
+            help="A number of metrics.jsonl, such as wlp or worst_auroc; can be repeated, one panel each. "
+            r"\[accuracy, or amp without a global test set; fm]"
+        ),
     ] = None,
     band: Annotated[Literal["std", "range"], typer.Option(help="Around the mean over seeds.")] = "std",
     out: Annotated[Path, _out("curves")] = Path("curves.png"),
     title: Title = "",
 ) -> None:
     """Metrics by round; runs that differ in the seed alone are one line with a band."""
-    _pictures().curves(directories, metric or ["accuracy", "fm"], band, out, title)
+    _pictures().curves(directories, metric or [], band, out, title)
 
 
 @app.command()

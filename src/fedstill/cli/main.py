@@ -46,7 +46,7 @@ app.command(name="cache", rich_help_panel="Look")(cache.cache)
 
 FEDERATION = ("data", "data_dir", "partition", "alpha", "clients", "regions")
 LEARNING = ("participation", "rounds", "epochs", "batch_size", "lr", "model", "seed")
-LOCAL = ("workers", "engine", "device", "eval_every")
+LOCAL = ("workers", "engine", "device", "eval_every", "metrics")
 
 DataDir = Annotated[str | None, option("data_dir")]
 Device = Annotated[str | None, option("device")]
@@ -177,7 +177,7 @@ def rollback(
 
 
 @app.command(rich_help_panel="Many machines")
-@with_settings("data", "data_dir", *LEARNING, "device", "eval_every")
+@with_settings("data", "data_dir", *LEARNING, "device", "eval_every", "metrics")
 def serve(
     method: Annotated[str, typer.Argument(help="A method from 'fedstill methods', or a config.toml.")],
     keys: Annotated[Path, typer.Option(help="The directory with the server's certificate and the sites' public keys.")],

@@ -16,11 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from fedstill.analysis.tables import results_table
 from fedstill.building.config import Config
 from fedstill.building.data import load_data, undivided
 from fedstill.building.setup import largest_answer
-from fedstill.cli.commands import Flags, config_of, console, print_table, run_in, run_name, say
+from fedstill.cli.commands import Flags, config_of, console, print_results, run_in, run_name, say
 from fedstill.cli.failure import TERMINATED, Terminated
 from fedstill.core.errors import SettingError, unknown
 from fedstill.core.owner import check_private
@@ -122,7 +121,7 @@ def serve(
         result = serve_sites(
             config, names, link, path, terms=terms, pause=pause, listener=display, regional=regional, revoked=revoked
         )
-    print_table(results_table({config.method: result.summary}), no_wrap=True)
+    print_results({config.method: result.summary})
     say(f"all of it: {path}")
 
 

@@ -16,8 +16,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fedstill.building.setup import Setup
-from fedstill.metrics.records import RoundRecord
+from fedstill.building.setup import Setup, majority
+from fedstill.metrics.records import RoundRecord, value_of
+from fedstill.metrics.scores import short_name
+from fedstill.metrics.shown import is_imbalanced, title
 from fedstill.running.loop import Listener
 from fedstill.studies.cells import Cell, Watcher
 
@@ -74,6 +76,7 @@ class Display(Listener):
         self._task = TaskID(0)
         self._setup: Setup | None = None
         self._clients = self._clients_done = 0
+        self._shown: list[str] = []  # metrics beyond accuracy
 
     @property
     def began(self) -> bool:
@@ -83,6 +86,8 @@ class Display(Listener):
     def started(self, setup: Setup, done: int) -> None:
         self._setup = setup
         c = setup.config
+        balanced = ["balanced_accuracy"] if is_imbalanced(majority(setup.federation)) else []
+        self._shown = list(dict.fromkeys([*balanced, *map(short_name, c.metrics)]))
         self._console.print(
             f"{c.method} on {c.data}: {setup.federation.clients} clients, {c.partition} partition, "
             f"{c.model} with {setup.task.size:,} weights, {c.rounds - done} rounds",
@@ -118,7 +123,7 @@ class Display(Listener):
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def round_done(self, record: RoundRecord) -> None:
-        numbers = _numbers(record)
+        numbers = _numbers(record, self._shown)
         rounds = self._setup.config.rounds if self._setup else 0
         if self._bar:
             self._bar.update(
@@ -135,10 +140,11 @@ class Display(Listener):
             self._bar = None
 
 
-def _numbers(record: RoundRecord) -> str:
-    if record["accuracy"] is None:
-        return ""
-    text = f"accuracy {record['accuracy']:.3f}"
-    for key in ("amp", "wlp"):
-        text += f"  {key.upper()} {record[key]:.3f}" if record[key] is not None and record[key] == record[key] else ""
-    return text
+def _numbers(record: RoundRecord, metrics: Sequence[str]) -> str:
+    """The numbers of a round that there are; a metric on the global test set, else on the clients' tests."""
+    names = {"accuracy": "accuracy", "amp": "AMP", "wlp": "WLP"}
+    found = [(written, value_of(record, name)) for name, written in names.items()]
+    for name in metrics:
+        on_test = value_of(record, name)
+        found.append((title(name), value_of(record, f"pooled_{name}") if on_test is None else on_test))
+    return "  ".join(f"{written} {value:.3f}" for written, value in found if value is not None)

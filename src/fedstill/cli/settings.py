@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from fedstill.building.schema import Config
 
@@ -65,7 +66,7 @@ def help_text(field: FieldInfo) -> str:
         for key, words in _BOUNDS.items()
         if hasattr(bound, key)
     ]
-    default = f"default: {field.default}" if field.default != "" else ""
+    default = f"default: {field.default}" if field.default not in ("", PydanticUndefined) else ""
     limits = "; ".join(part for part in (default, ", ".join(bounds)) if part)
     shown = f"{text[:1].upper()}{text[1:]}." + (f" [{limits}]" if limits else "")
     return shown.replace("[", r"\[")  # no markup
@@ -73,7 +74,7 @@ def help_text(field: FieldInfo) -> str:
 
 def _flag(name: str) -> inspect.Parameter:
     annotation = Config.model_fields[name].annotation
-    kind: Any = str if get_origin(annotation) is Literal else annotation
+    kind: Any = str if get_origin(annotation) in (Literal, list) else annotation  # a list: with commas
     return inspect.Parameter(
         name,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,

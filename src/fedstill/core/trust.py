@@ -26,6 +26,7 @@ def files_of(settings: Mapping[str, Any]) -> list[Path]:
     """The files with code that settings name."""
     tables = settings.get("region", [])
     named = [settings.get(name) for name in ("method", "model", "data", "proxy")]
+    named += metrics if isinstance(metrics := settings.get("metrics", []), list) else []
     named += [table.get("method") for table in tables if isinstance(table, Mapping)] if isinstance(tables, list) else []
     references = [name for name in named if isinstance(name, str) and custom.is_reference(name)]
     return list(dict.fromkeys(Path(name.rpartition(":")[0]).expanduser().resolve() for name in references))

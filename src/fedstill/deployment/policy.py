@@ -32,6 +32,7 @@ _MOST_TEXT = 1 << 20  # bytes of settings
 _MOST_TOKENIZER = 64 << 20  # bytes of a tokenizer's JSON
 
 
+_KINDS = [kind.value for kind in Kind]
 Limit = Annotated[int, Field(ge=1)]
 
 
@@ -39,7 +40,7 @@ Limit = Annotated[int, Field(ge=1)]
 class Policy:
     """What a site's owner allows. The default: methods that send weights alone, of sizes that are common."""
 
-    allow: tuple[str, ...] = ()  # methods that may send more than weights
+    allow: tuple[str, ...] = ()  # methods that may send more than weights, or kinds that may be sent
     deny: tuple[Kind, ...] = ()  # kinds of information that never leave the site
     max_rounds: Annotated[int, Field(ge=0)] = 0  # trainings for one run, at most; 0: no limit
     max_hours: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of work for one run, at most; 0: no limit
@@ -73,9 +74,9 @@ def read(path: Path | None, **given: Any) -> Policy:
     except ValidationError as error:
         raise SettingError(f"{path or 'policy'}: {registry.explain(error)}") from error
     for name in policy.allow:
-        for part in [] if custom.is_reference(name) else name.split("+"):
-            if part not in (methods := [*registry.names(), *registry.modifiers()]):
-                raise unknown("method", part, methods)
+        for part in [] if custom.is_reference(name) or name in _KINDS else name.split("+"):
+            if part not in (known := [*registry.names(), *registry.modifiers(), *_KINDS]):
+                raise unknown("method or kind of information", part, known)
     return policy
 
 
@@ -137,6 +138,7 @@ def check_run(policy: Policy, run: Mapping[str, Any]) -> None:
     lists: dict[str, tuple[type | tuple[type, ...], int]] = {
         "classes": (str, 100_000), "mean": ((int, float), 4096), "std": ((int, float), 4096), "shape": (int, 8),
         "steps": (int, policy.max_clients), "frozen": (str, 1), ROLLBACKS: (int, 10_000),
+        "class_weight": ((int, float), 100_000),
     }  # fmt: skip
     for name, (kind, most) in lists.items():
         value = run.get(name, [])
@@ -145,6 +147,9 @@ def check_run(policy: Policy, run: Mapping[str, Any]) -> None:
         _check_limit(f"number of {name}", len(value), most)
     for count in run["steps"]:
         _check_limit("steps", count, 1000 * policy.max_setting)
+    weights = run.get("class_weight", [])
+    if weights and (len(weights) != len(run["classes"]) or not all(0 < w <= policy.max_setting for w in weights)):
+        raise Refusal(Code.BAD_REQUEST, "the run's class_weight is not a positive number within limits for each class")
     if not isinstance(run["tokenizer"], str):
         raise Refusal(Code.TOKENIZER_REFUSED, "the run's tokenizer is no text")
     if len(run["tokenizer"]) > _MOST_TOKENIZER:
@@ -185,7 +190,7 @@ class Consent:
         sent = set(kinds_of(method, task).values())
         if denied := sorted(sent & set(self.policy.deny)):
             raise Refusal(Code.NOT_ALLOWED, f"{name} sends {', '.join(denied)}, which this site's policy denies")
-        if not sent - {Kind.WEIGHTS} or name in self.policy.allow:
+        if not sent - {Kind.WEIGHTS, *self.policy.allow} or name in self.policy.allow:
             return
         parts = _parts_beyond_weights(name, task)
         if not parts and not any(map(custom.is_reference, registry.split(name))):
@@ -205,6 +210,24 @@ class Consent:
             f"{name} sends beside weights: {beyond}; to allow it, start the site with {flags}, or name it in its "
             "policy",
         )
+
+    def check_setting(self, number: str, setting: str, kind: Kind) -> None:
+        """Refuse to send what a setting of the run asks for, whatever its method: by the policy, or by the owner."""
+        if kind in self.policy.deny:
+            raise Refusal(Code.NOT_ALLOWED, f"{setting} sends {kind}, which this site's policy denies")
+        if kind in self.policy.allow:
+            return
+        what = f"{kind} ({MEANING[kind]})"
+        answer = self._owner_answer((number, setting, (kind,)), f"a server's run has {setting}, which sends {what}")
+        if not answer:
+            raise Refusal(
+                Code.NOT_ALLOWED if answer is False else Code.CONSENT_PENDING,
+                f"{setting} sends {what}; to allow it, start the site with --allow {kind}",
+            )
+
+    def allows(self, kind: Kind) -> bool:
+        """Whether the policy lets a kind of information be sent that no method sends."""
+        return kind in self.policy.allow and kind not in self.policy.deny
 
     def _owner_answer(self, about: _Question, question: str) -> bool | None:
         """The owner's answer; None: there is none yet. A server does not wait as long as a person may take."""

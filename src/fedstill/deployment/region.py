@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, AuditLog, RecordedLink, answer_entry
 from fedstill.deployment.episodes import TOTALS
 from fedstill.deployment.policy import Policy
-from fedstill.deployment.protocol import RunInfo, SiteLink, run_number
+from fedstill.deployment.protocol import BY_CLASS, RunInfo, SiteLink, run_number
 from fedstill.deployment.registry import SiteRegistry
 from fedstill.deployment.server import SiteEngine, Terms
 from fedstill.deployment.site import LocalInputs, check_tokenizer
@@ -180,7 +180,7 @@ class RegionalServer:
 
     def record(self, message: Tree, answer: Tree) -> None:
         """Write down what is about to be sent, in the region's audit log."""
-        self._audit.append(**answer_entry(message, answer, {"model": Kind.WEIGHTS}))
+        self._audit.append(**answer_entry(message, answer, {"model": Kind.WEIGHTS, BY_CLASS: Kind.CLASS_COUNTS}))
 
     def _open_run(self, run_info: RunInfo) -> _RegionRun:
         """The run that a request is about."""
@@ -289,11 +289,19 @@ class _RegionRun:
         return {"samples": sizes.tolist(), "tests": tests.tolist()}
 
     def evaluate(self, down: Message) -> Tree:
-        """How often a model is right on each site's own tests."""
+        """How often a model is right on each site's own tests, and by class what the sites let be known of it."""
         if not self._registry.reported_sites:
             self.sample_counts()
-        hits = self._sites.hits(down)
-        return {"hits": [hits.get(client, -1) for client in self._members.tolist()]}
+        tests = self._sites.local_tests(down)
+        members, classes = self._members.tolist(), len(self._registry.federation.dataset.classes)
+        answer: dict[str, Any] = {"hits": [tests[k].hits if k in tests else -1 for k in members]}
+        counts = torch.zeros(len(members), 3, classes, dtype=torch.int64)
+        for row, client in zip(counts, members, strict=True):
+            # Of a site that counts for less than it has, whole numbers would not add up to its tests.
+            test = tests.get(client)
+            if test and test.by_class and self._registry.tests[client] == self._registry.federation.test_sizes[client]:
+                row.copy_(torch.from_numpy(test.by_class.stacked()))
+        return answer | ({BY_CLASS: counts} if counts.any() else {})
 
     def train(self, model: Tensor, request: Train, seconds: float) -> Tree:
         """An episode of the region."""

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from fedstill.core.arrays import IntArray
 from fedstill.core.tree import Message, Tree
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
-from fedstill.deployment.protocol import RunInfo, SiteLink, are_counts, failure_reason
+from fedstill.deployment.protocol import CLASS_COUNTS, RunInfo, SiteLink, are_counts, failure_reason
 from fedstill.deployment.shares import Counts
 from fedstill.running.rollback import ROLLBACKS
 
@@ -38,9 +39,11 @@ class SiteRegistry:
         changing: bool = False,
         max_share: float = 0.0,
         path: Path | None = None,
+        by_class: bool = False,
     ) -> None:
         """`clients` are those of each site, among the `total` of the run; `changing`: a site may get more samples.
 
+        `by_class`: sites also say how many samples they have of each class.
         `path` is the file with the numbers of samples that they reported when they joined.
         """
         self.clients, self._run_info, self._changing = dict(clients), run_info, changing
@@ -53,6 +56,7 @@ class SiteRegistry:
         self.counts = Counts(self.clients, total, max_share, path)
         self.tests = np.zeros(total, np.int64)  # of each client, by its own word
         self._reported: dict[str, tuple[list[int], list[int]]] = {}  # samples and tests, by site
+        self._by_class: dict[str, list[int]] | None = {} if by_class else None
         self._failures: dict[str, int] = {}
         self._refused: dict[str, str] = {}  # why a site could not take part
         self._not_before: dict[str, float] = {}  # when it is polled again
@@ -88,10 +92,14 @@ class SiteRegistry:
             count = len(self.clients[name])
             if not (are_counts(samples, count) and are_counts(tests, count) and min(samples + tests) >= 0):
                 self._refuse(name, failure_reason(answer))
+            elif self._by_class is not None and not self._classes_add_up(answer, sum(samples)):
+                self._refuse(name, "the samples of each class that it reports are not all of its samples")
             elif changed := self.counts.settle(name, samples, tests, growing=self._changing):
                 self._refuse(name, f"{changed}; --recount {name} of the server accepts that")
             else:
                 self._reported[name] = samples, tests
+                if self._by_class is not None:
+                    self._by_class[name] = answer[CLASS_COUNTS]
         if self._reported == before:
             return False
         samples_that_count, _ = self.counts.of_sites(self._reported, "samples")
@@ -102,6 +110,18 @@ class SiteRegistry:
             if before.get(name) != (samples, tests):
                 log.info("%s has %d samples and %d to test on", name, sum(samples), sum(tests))
         return True
+
+    def _classes_add_up(self, answer: Mapping[str, Any], samples: int) -> bool:
+        counts = answer.get(CLASS_COUNTS)
+        classes = len(self.federation.dataset.classes)
+        return are_counts(counts, classes) and min(counts) >= 0 and sum(counts) == samples
+
+    def class_counts(self) -> list[float]:
+        """Samples of each class that the sites have together, each site's as far as its samples count."""
+        total = np.zeros(len(self.federation.dataset.classes))
+        for name, counts in (self._by_class or {}).items():
+            total += np.array(counts) * (self.weight(name) / max(1, sum(counts)))
+        return [float(count) for count in total]
 
     def _refuse(self, name: str, reason: str) -> None:
         if self._refused.get(name) != reason:

@@ -17,7 +17,8 @@ import numpy as np
 
 from fedstill.building.config import Config, anchored, fixed
 from fedstill.building.data import load_data, undivided
-from fedstill.building.setup import prepare
+from fedstill.building.setup import Setup, prepare
+from fedstill.building.task import balanced_weights
 from fedstill.building.topology import assign
 from fedstill.core.arrays import IntArray
 from fedstill.core.device import find
@@ -27,12 +28,22 @@ from fedstill.core.owner import private_folder
 from fedstill.core.tree import Message, Tree
 from fedstill.deployment.audit import RecordedLink
 from fedstill.deployment.episodes import TOTALS, EpisodeLoop
-from fedstill.deployment.protocol import RunInfo, SiteLink, are_counts, failure_reason, run_number
+from fedstill.deployment.protocol import (
+    BALANCED,
+    BY_CLASS,
+    RunInfo,
+    SiteLink,
+    are_counts,
+    class_counts_of,
+    failure_reason,
+    run_number,
+)
 from fedstill.deployment.registry import SiteRegistry
 from fedstill.deployment.waiting import RequestDeadline, ResponseTimes
-from fedstill.engine.base import Engine, Inline
+from fedstill.engine.base import Engine, Inline, LocalTest
 from fedstill.engine.worker import Request, Score, Worker, kind_of, request_fields
 from fedstill.methods import registry as methods
+from fedstill.metrics.scores import ClassCounts
 from fedstill.models.base import frozen_digest
 from fedstill.running import api, files
 from fedstill.running.directory import RunDirectory
@@ -117,11 +128,7 @@ class SiteEngine(Engine):
             claimed, weight = self._registry.samples(site), self._registry.weight(site)
             yield _client_answer(answers.pop(site), claimed, weight, site)
 
-    def local_hits(self, down: Message) -> dict[int, int]:
-        return self.hits(down)
-
-    def hits(self, down: Message) -> dict[int, int]:
-        """How often the model is right on the tests of each client that answered."""
+    def local_tests(self, down: Message) -> dict[int, LocalTest]:
         counts, claimed = self._registry.federation.test_sizes, self._registry.tests
         body = {"kind": "Score", "source": "local", "start": 0, "stop": 0}
         clients_of = {name: clients for name, clients in self._registry.clients.items() if counts[clients].any()}
@@ -129,21 +136,33 @@ class SiteEngine(Engine):
         if away := sorted(clients_of.keys() - connected):
             log.warning("left out of this evaluation, because they are not connected: %s", ", ".join(away))
         requests = {name: self._registry.request(name, body, down) for name in clients_of if name in connected}
-        found = {}
+        found: dict[int, LocalTest] = {}
         deadline = RequestDeadline(self._times, "Score", requests, least=1)
         answers = self._link.send_requests(requests, timeout=self._timeout, until=deadline.moment) if requests else ()
         for name, answer in deadline.watch(answers):
             hits = answer.get("hits") if isinstance(answer, dict) else None
-            for client, hit in (
-                zip(clients_of[name], hits, strict=True) if are_counts(hits, len(clients_of[name])) else ()
-            ):
-                if 0 <= hit <= claimed[client] and claimed[client]:
-                    found[int(client)] = round(hit * int(counts[client]) / int(claimed[client]))
-                elif hit > claimed[client]:
-                    log.warning("%s says it is right %d times in %d tests", name, hit, claimed[client])
+            if are_counts(hits, len(clients_of[name])):
+                by_class = self._by_class(name, answer, claimed[clients_of[name]].tolist(), hits)
+                for client, hit, counted in zip(clients_of[name].tolist(), hits, by_class, strict=True):
+                    if 0 <= hit <= claimed[client] and claimed[client]:
+                        share = int(counts[client]) / int(claimed[client])
+                        found[client] = LocalTest(round(hit * share), counted and counted.times(share))
+                    elif hit > claimed[client]:
+                        log.warning("%s says it is right %d times in %d tests", name, hit, claimed[client])
             if not any(client in found for client in clients_of[name]):
                 log.warning("%s is left out of this evaluation: %s", name, failure_reason(answer))
         return found
+
+    def _by_class(
+        self, site: str, answer: Mapping[str, Any], tests: Sequence[int], hits: Sequence[int]
+    ) -> Sequence[ClassCounts | None]:
+        """What a site sent beside its hits, if that can be true."""
+        if BY_CLASS not in answer:
+            return [None] * len(hits)
+        found = class_counts_of(answer, tests, hits, len(self._registry.federation.dataset.classes))
+        if found is None:
+            log.warning("%s sends counts by class that cannot be; they are left out", site)
+        return found or [None] * len(hits)
 
 
 def _client_answer(answer: Any, claimed: int | None, weight: int, site: str) -> Tree:
@@ -197,7 +216,6 @@ def serve(
     # What a checkpoint does not have would have to be requested from the sites again.
     config = config.model_copy(update={"checkpoint_every": 1})
     dataset = load_data(config, saved_tokenizer(out))
-    server_data = undivided(config, dataset)
     exists = (out / files.CONFIG).is_file()
     directory = RunDirectory.open(out) if exists else _created(out, config)
     try:
@@ -212,6 +230,7 @@ def serve(
             clients = {name: np.array([k]) for k, name in enumerate(names)}
         frozen: list[str] = []  # the digest of the frozen part of the network, where there is one
         steps: list[int] = []  # of an epoch in each region, once the sites have reported their numbers of samples
+        weights: list[float] = []  # of each class, likewise
 
         def run_info() -> RunInfo:
             return {
@@ -224,6 +243,7 @@ def serve(
                 "shape": list(dataset.shape),
                 "tokenizer": dataset.tokenizer,  # all must make the same tokens of text
                 "steps": steps,
+                "class_weight": weights,
                 "frozen": frozen,
                 "checkpoint": directory.oldest_checkpoint(),
                 ROLLBACKS: rollbacks,
@@ -232,13 +252,14 @@ def serve(
         registry = SiteRegistry(
             clients,
             dataset,
-            server_data,
+            undivided(config, dataset),
             run_info,
             total=config.clients,
             names=() if regional else names,
             changing=regional,
             max_share=config.max_share,
             path=directory.path / files.COUNTS,
+            by_class=config.class_weight == BALANCED,
         )
         registry.counts.forget(terms.recount)
         with logging_to(directory.path / files.LOG):
@@ -267,12 +288,25 @@ def serve(
         raise
     frozen += filter(None, [frozen_digest(setup.task.build().module)])
     steps += [region.task.local.steps_per_epoch for region in setup.hierarchy.regions]
+    weights += _class_weight(directory, setup, registry)
     loop_class, least = (EpisodeLoop, 1) if regional else (RoundLoop, fewest_answers(config, setup.method))
 
     def engine(worker: Worker) -> Engine:
         return SiteEngine(worker, link, registry, terms, least=least)
 
     return api.run_in_directory(setup, directory, listener, engine, loop_class=loop_class)
+
+
+def _class_weight(directory: RunDirectory, setup: Setup, registry: SiteRegistry) -> list[float]:
+    """How much each class counts in this run, also after a restart: sites that come later change nothing."""
+    if setup.config.class_weight != BALANCED:
+        return list(setup.task.local.class_weight)
+    path = directory.path / files.SERVED
+    saved = read_sealed_json(path)
+    if "class_weight" not in saved:
+        saved |= {"class_weight": balanced_weights(registry.class_counts())}
+        write_sealed_json(path, saved)
+    return [float(weight) for weight in saved["class_weight"]]
 
 
 def _created(out: Path, config: Config) -> RunDirectory:
@@ -305,6 +339,8 @@ def regions_of(config: Config, names: Sequence[str]) -> dict[str, IntArray]:
         raise SettingError(
             f"the regions are called {', '.join(wanted)} in the settings, and the keys {', '.join(names)}"
         )
+    if config.class_weight == BALANCED:
+        raise SettingError("class_weight = 'balanced': regions do not pass class counts on; give numbers instead")
     if methods.make(config.method, config.hyper).has_final_exchange:
         raise SettingError(f"{config.method} asks every client once more at the end, which regions do not pass on")
     called = wanted if any(wanted) else sorted(names)

@@ -31,11 +31,12 @@ from fedstill.data.federation import Federation
 from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, AuditLog, answer_entry
 from fedstill.deployment.policy import Consent, Policy, Usage
-from fedstill.deployment.protocol import RunInfo, run_number
+from fedstill.deployment.protocol import BALANCED, BY_CLASS, CLASS_COUNTS, RunInfo, run_number
 from fedstill.engine.worker import FinalExchange, Request, Score, Train, Worker, request_from
 from fedstill.methods import registry
 from fedstill.methods.base import Method, misfit
 from fedstill.methods.kinds import Kind
+from fedstill.metrics.scores import COUNTED, ClassCounts
 from fedstill.models.base import frozen_digest
 from fedstill.models.pretrained import DISTILBERT
 from fedstill.running.machine import one_thread
@@ -60,6 +61,7 @@ class LocalInputs:
         files = {"method": self.method, "model": self.model, "data": self.data}
         settings |= {name: value for name, value in files.items() if value}
         settings.pop("tokenizer", None)  # the server sends it, not where it has it
+        settings["metrics"] = [name for name in COUNTED if name in settings.get("metrics", [])]  # others are not sent
         named = [(name, settings.get(name, "")) for name in ("method", "model", "data", "proxy")]
         named += [("method", region.get("method", "")) for region in settings.get("region", [])]
         for name, value in named:
@@ -119,19 +121,22 @@ class Site:
         usage = Usage(self._directory / "state" / run_number(run), self._policy)
         with usage.work(training=isinstance(request, Train | FinalExchange)):
             worker = self._worker(run, config)
-            return self._answer(worker, request, down, run)
+            return self._answer(worker, request, down, run, config)
 
-    def _answer(self, worker: Worker, request: Request | None, down: Tree, run: RunInfo) -> Tree:
+    def _answer(self, worker: Worker, request: Request | None, down: Tree, run: RunInfo, config: Config) -> Tree:
         private = Kind.METRICS in self._policy.deny
         if request is None:
             tests = 0 if private else len(worker.federation.test_index)
-            return {"samples": [len(worker.federation.train_index)], "tests": [tests]}
+            counts: dict[str, Any] = {"samples": [len(worker.federation.train_index)], "tests": [tests]}
+            if config.class_weight == BALANCED:  # to which the owner has agreed: see `_prepare`
+                labels = worker.federation.dataset.train.y.numpy()[worker.federation.train_index]
+                counts[CLASS_COUNTS] = np.bincount(labels, minlength=worker.task.classes).tolist()
+            return counts
         if isinstance(request, Score):
             if private:
                 raise Refusal(Code.NOT_ALLOWED, "how well models do on this site's tests is denied by its policy")
             with during(Step.SCORE), one_thread(), on(self._device):
-                whole = Score("local", 0, len(worker.federation.test_index))
-                return {"hits": [int(worker.handle(whole, down)["right"].sum())]}
+                return self._tested(worker, down, config)
         task, method = _trained_with(worker, request)
         wire = method.wire(task)
         with during(Step.REQUEST):
@@ -149,9 +154,20 @@ class Site:
             answer["metrics"] = {name: value for name, value in answer["metrics"].items() if name == "seconds"}
         return answer
 
+    def _tested(self, worker: Worker, down: Tree, config: Config) -> Tree:
+        """How often a model is right on the tests here; if the run names metrics and the policy agrees, by class."""
+        federation, classes = worker.federation, worker.task.classes
+        labels = federation.test_split.y.numpy()[federation.test_index]
+        predicted = worker.handle(Score("local", 0, len(labels)), down)["predicted"].cpu().numpy()
+        answer: dict[str, Any] = {"hits": [int((predicted == labels).sum())]}
+        if COUNTED.keys() & set(config.metrics) and self._consent.allows(Kind.CLASS_COUNTS):
+            counts = ClassCounts.of(labels, predicted, classes)
+            answer[BY_CLASS] = torch.from_numpy(counts.stacked())[None]
+        return answer
+
     def record(self, message: Tree, answer: Tree) -> None:
         """Write down what is about to be sent, in the site's audit log."""
-        kinds: dict[str, str] = {}
+        kinds: dict[str, str] = {BY_CLASS: Kind.CLASS_COUNTS}
         if self._ready is not None:
             worker = self._ready[1]
             for task, method in worker.regional or ((worker.task, worker.method),):
@@ -188,9 +204,11 @@ class Site:
                 )
             regional = self._regional(config, run, task, method, federation)
             if config.flat:
-                steps = run["steps"] or [0]
-                task = task.trained_as(replace(task.local, steps_per_epoch=steps[0]))
+                steps, weights = run["steps"] or [0], _class_weight(run)
+                task = task.trained_as(replace(task.local, steps_per_epoch=steps[0], class_weight=weights))
         with during(Step.CONSENT):
+            if config.class_weight == BALANCED:
+                self._consent.check_setting(run_number(run), "class_weight = balanced", Kind.CLASS_COUNTS)
             for name, inside in regional or [(config.method, (task, method))]:
                 self._consent.check(run_number(run), name, inside[1], inside[0])
         store = Store(self._directory / "state" / run_number(run), run=run_number(run), earlier=True)
@@ -210,10 +228,9 @@ class Site:
         found = []
         for table, count in zip(tables, run["steps"] or [0] * len(tables), strict=True):
             local = local_training(config.model_copy(update=table.overrides()), federation)
+            local = replace(local, steps_per_epoch=count, class_weight=_class_weight(run))
             inside = regional_method(table, config, method)
-            found.append(
-                (table.method or config.method, (task.trained_as(replace(local, steps_per_epoch=count)), inside))
-            )
+            found.append((table.method or config.method, (task.trained_as(local), inside)))
         return found
 
     def _federation(self, config: Config, run: RunInfo, found: Dataset) -> Federation:
@@ -232,6 +249,11 @@ class Site:
         dataset = replace(_labelled_as(found, run["classes"]), mean=tuple(run["mean"]), std=tuple(run["std"]))
         later = np.arange(run["clients"] + 1) > run["client"]
         return Federation(dataset, train, later * len(train), test, later * len(test), pool, source)
+
+
+def _class_weight(run: RunInfo) -> tuple[float, ...]:
+    """How much each class counts in the run; `check_run` has looked at it."""
+    return tuple(map(float, run.get("class_weight", [])))
 
 
 def _trained_with(worker: Worker, request: Train | FinalExchange) -> tuple[Task, Method]:

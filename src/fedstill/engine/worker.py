@@ -48,11 +48,15 @@ class FinalExchange:
 
 @dataclass(frozen=True)
 class Score:
-    """Ask for loss and prediction on samples start to stop of the global test set or of all local test sets."""
+    """Ask for loss and prediction on samples start to stop of the global test set or of all local test sets.
+
+    `probabilities`: and for the probability of each class.
+    """
 
     source: Source
     start: int
     stop: int
+    probabilities: bool = False
 
 
 Request = Train | FinalExchange | Score
@@ -108,11 +112,7 @@ class Worker:
         down = {name: to_current_device(part) for name, part in down.items()}
         if isinstance(request, Score):
             x, y = self._stored(request)
-            found = score(self.task, down["model"], x, y)
-            # Where a test set is a client's own, only how often the model is right on it is anybody's business.
-            if request.source == "test":
-                return found
-            return {"right": (found["predicted"] == to_current_device(y)).to(torch.int8)}
+            return score(self.task, down["model"], x, y, probabilities=request.probabilities)
         if isinstance(request, Train) and self.regional:
             task, method = self.regional[request.region]
             return replace(self, task=task, method=method, regional=()).handle(request, down)

@@ -23,7 +23,8 @@ class Kind(StrEnum):
 
 MEANING = {
     Kind.WEIGHTS: "the trained network",
-    Kind.CLASS_COUNTS: "how many samples of each class there are, or which classes",
+    Kind.CLASS_COUNTS: "how many samples of each class there are, or which classes; of tests, also how often each was "
+    "predicted, and rightly",
     Kind.LOGITS: "a model's raw outputs, of samples or averaged over a class",
     Kind.PREDICTIONS: "a model's class probabilities, of samples or averaged over a class",
     Kind.STATISTICS: "means and covariances of features of each class",

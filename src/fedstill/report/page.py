@@ -9,6 +9,8 @@ from html import escape
 from string import Template
 
 from fedstill.metrics.records import BestAndFinal, Summary, value_of
+from fedstill.metrics.shown import PLACES, balanced_column, named_metrics, remarks
+from fedstill.metrics.shown import title as metric_title
 from fedstill.metrics.statistics import spread
 from fedstill.report.runs import Group, RunData, Settings, short
 
@@ -103,6 +105,13 @@ def _sum(*names: str) -> Callable[[Scored], float | None]:
     return total
 
 
+def _columns(summaries: Sequence[Summary]) -> tuple[Column, ...]:
+    """The columns of the results: balanced accuracy beside accuracy where the test classes are imbalanced."""
+    balanced = balanced_column(summaries)
+    beside = [Column("balanced accuracy", _of(balanced), 100, 2, " %")] if balanced else []
+    return (*COLUMNS[:2], *beside, *COLUMNS[2:])
+
+
 COLUMNS = (
     Column("accuracy best", _of("best_accuracy"), 100, 2, " %"),
     Column("accuracy final", _of("final_accuracy"), 100, 2, " %"),
@@ -119,11 +128,14 @@ def page(
 ) -> str:
     """The page about finished runs; `notes` are what else its reader should know."""
     runs = [run for group in groups for run in group.runs]
+    summaries = [run.summary for run in runs if run.summary]
     parts = [
         _what(groups, runs),
         *(f'<p class="note">{escape(note)}</p>' for note in notes),
         "<h2>Results</h2>",
-        _results(groups),
+        _results(groups, _columns(summaries)),
+        *(f"<p>{escape(remark[:1].upper() + remark[1:])}.</p>" for remark in remarks(summaries)),
+        _metrics(groups, named_metrics(summaries)),
         "<h2>Figures</h2>" if pictures else "",
         *map(_figure, pictures),
         "<h2>Settings</h2>",
@@ -164,19 +176,30 @@ def _partition(settings: Settings) -> str:
     return f"{name}{alpha}, {settings.get('clients') or 'natural'} clients"
 
 
-def _results(groups: Sequence[Group]) -> str:
+def _metrics(groups: Sequence[Group], names: Sequence[str]) -> str:
+    """The metrics that the runs name, where each is measured."""
+    rows = []
+    for group in groups:
+        summaries = [run.summary for run in group.runs if run.summary]
+        for name in names:
+            columns = [Column(place, _of(f"final_{start}{name}"), 1, 4) for start, place in PLACES.items()]
+            rows.append((group.name, metric_title(name), *(column.cell(summaries) for column in columns)))
+    return f"<h2>Metrics</h2>{_table(('', 'metric', *PLACES.values()), rows)}" if rows else ""
+
+
+def _results(groups: Sequence[Group], columns: Sequence[Column]) -> str:
     lines = []
     for group in groups:
         summaries = [run.summary for run in group.runs if run.summary]
         seeds = str(len(group.runs))
-        lines.append(_row((group.name, seeds, *(column.cell(summaries) for column in COLUMNS))))
+        lines.append(_row((group.name, seeds, *(column.cell(summaries) for column in columns))))
         for name, variants in _variants(summaries).items():
-            lines.append(_row((name, seeds, *(column.cell(variants) for column in COLUMNS)), css="variant"))
+            lines.append(_row((name, seeds, *(column.cell(variants) for column in columns)), css="variant"))
     several = any(len(group.runs) > 1 for group in groups)
     caption = (
         "mean ± sample standard deviation over seeds · " if several else ""
     ) + "final, AMP, FM, WLP: mean of the last five evaluations · FM: smaller is fairer · seconds: with evaluation"
-    head = _row(("", "seeds", *(column.name for column in COLUMNS)), tag="th")
+    head = _row(("", "seeds", *(column.name for column in columns)), tag="th")
     return (
         f'<div class="wide"><table id="results"><caption>{escape(caption)}</caption><thead>{head}</thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 from fedstill.core.files import write_atomic
+from fedstill.metrics.shown import title
 
 METRICS = {
     "accuracy": "global test accuracy",
@@ -61,7 +62,7 @@ def marker(i: int) -> str:
 
 def label(metric: str) -> str:
     """What to write at the axis of a metric."""
-    return METRICS.get(metric, metric.replace("_", " "))
+    return METRICS.get(metric) or title(metric)
 
 
 def begin(width: float, height: float, title: str = "") -> Figure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fedstill.engine.worker import Worker
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.metrics.records import RoundRecord, Summary
+from fedstill.metrics.scores import Function
 from fedstill.running import files
 from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import prepare_again, save_inputs
@@ -55,6 +56,7 @@ def run(
     data: str | Dataset | Federation = "fashion-mini",
     model: str | Network | None = None,
     proxy: str | Dataset = "",
+    metrics: str | Sequence[str | Function] = (),
     out: str | Path | None = None,
     force: bool = False,
     listener: Listener | None = None,
@@ -64,18 +66,24 @@ def run(
 
     `data` and `model` are names or objects of your own (see `fedstill.from_arrays`); without a model it is LeNet-5,
     on text a small Transformer, trained by Adam. `settings` are those of `fedstill run` and the method's own. Without
-    `out` nothing is kept on disk.
+    `out` nothing is kept on disk. `metrics` are names (docs/metrics.md) or functions of your own, which get labels (N,)
+    and class probabilities (N, classes) and return a number, the larger the better.
 
     >>> result = run("fedprox", rounds=1, clients=4, epochs=1, mu=0.1, fraction=0.05, engine="inline")
     >>> result.summary["rounds"]
     1
     """
-    config = _config(method, data, model, proxy, settings)
+    metrics = metrics.split(",") if isinstance(metrics, str) else metrics
+    if not isinstance(metrics, Sequence) or not all(isinstance(metric, str) or callable(metric) for metric in metrics):
+        raise SettingError(f"metrics = {metrics!r}: a list of names or functions is needed, such as ['auroc']")
+    names = [metric if isinstance(metric, str) else _object_name(metric) for metric in metrics]
+    config = _config(method, data, model, proxy, settings | {"metrics": names})
     own: dict[str, Any] = {
         "proxy": None if isinstance(proxy, str) else proxy,
         "method": None if isinstance(method, str) else method,
         "data": None if isinstance(data, str) else data,
         "model": None if isinstance(model, str) else model,
+        "metrics": [metric for metric in metrics if not isinstance(metric, str)],
     }
     if out is not None:
         return run_config(config, Path(out), force=force, listener=listener, **own)
@@ -110,6 +118,7 @@ def resume(
     data: Dataset | Federation | None = None,
     model: Network | None = None,
     proxy: Dataset | None = None,
+    metrics: Sequence[Function] = (),
     rounds: int | None = None,
     device: str | None = None,
     listener: Listener | None = None,
@@ -126,7 +135,7 @@ def resume(
         if device is not None:
             config = config.model_copy(update={"device": device})
         check_engine(config)
-        setup = prepare_again(directory, config, data=data, model=model, method=method, proxy=proxy)
+        setup = prepare_again(directory, config, data=data, model=model, method=method, proxy=proxy, metrics=metrics)
         if rounds is not None or device is not None:
             directory.write_config(config)  # now that it is known to work
     except BaseException:
@@ -167,6 +176,11 @@ def run_in_directory(
         directory.release()
 
 
+def _object_name(value: object) -> str:
+    """What stands for an object in the settings."""
+    return f"<{getattr(value, '__name__', type(value).__name__)}>"
+
+
 def _config(
     method: str | Method, data: str | Dataset | Federation, model: object, proxy: object, settings: dict[str, Any]
 ) -> Config:
@@ -179,7 +193,7 @@ def _config(
     named = {"method": method, "data": data, "proxy": proxy} | ({} if model is None else {"model": model})
     for name, value in named.items():
         if not isinstance(value, str):
-            named[name] = f"<{getattr(value, '__name__', type(value).__name__)}>"
+            named[name] = _object_name(value)
     if isinstance(method, Method):
         given = settings | named | {"hyper": registry.settings_of(method)}
         regions = registry.default_regions(method.parts())

@@ -21,7 +21,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from fedstill.building.config import anchored, fixed
-from fedstill.building.setup import Setup
+from fedstill.building.setup import Setup, majority
 from fedstill.building.topology import Region, cohort_size, draw_cohort, with_data
 from fedstill.core import device, seeds, tree
 from fedstill.core.arrays import IntArray
@@ -173,9 +173,11 @@ class RoundLoop:
                 self._final_exchange(engine)
                 evaluation = None
             if evaluation is None and self.setup.method.global_model:
-                evaluation = evaluate(engine, self.setup.federation, self.model())
+                evaluation = self._evaluate(engine, self.model())
         summary = summarise(config, self.records, self._last)
         summary |= {"parameters": setup.task.size, "versions": versions()}
+        if (largest := majority(setup.federation)) is not None:
+            summary["majority"] = largest
         if self.setup.method.has_final_exchange and evaluation is not None:
             last = {f"final_{name}": value for name, value in without_nan(evaluation.record()).items()}
             summary["also"] = {"after the last exchange": cast(BestAndFinal, last), **summary.get("also", {})}
@@ -198,13 +200,13 @@ class RoundLoop:
                 raise FedstillError(f"round {round_}: {which} is no longer finite; a smaller lr may help")
         trained = time.perf_counter()
         models = self._models() if due else {}
-        evaluations = {name: evaluate(engine, self.setup.federation, model) for name, model in models.items()}
+        evaluations = {name: self._evaluate(engine, model) for name, model in models.items()}
         main = next(iter(evaluations.values()), None)
         record: RoundRecord = {"round": round_, "evaluated": due}
         record |= cast(RoundRecord, NOT_EVALUATED)
         if due:
             record["local_accuracy"] = tally.mean("local_accuracy")
-            record |= cast(RoundRecord, main.record() if main else of_own_models(tally))
+            record |= cast(RoundRecord, main.record() if main else of_own_models(tally, config.metrics))
         record |= {
             "train_loss": tally.mean("train_loss"),
             "bytes_down": tally.bytes_down,
@@ -232,6 +234,9 @@ class RoundLoop:
         if main and main.untested:
             record["untested"] = self._names(main.untested)
         return without_nan(record), main
+
+    def _evaluate(self, engine: Engine, model: Tensor) -> Evaluation:
+        return evaluate(engine, self.setup.federation, model, self.setup.metrics, self.setup.config.metrics)
 
     def _names(self, clients: Iterable[int]) -> list[str]:
         names = self.setup.federation.client_names

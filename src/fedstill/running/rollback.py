@@ -51,7 +51,7 @@ def _note(path: Path, to: int) -> None:
     """Sites must not repeat an answer to a round that is forgotten, nor go on from it."""
     run_info = read_sealed_json(path)
     if to == 0:
-        run_info |= {"number": secrets.token_hex(8), "sites": [], ROLLBACKS: []}
+        run_info = {"number": secrets.token_hex(8), "sites": [], ROLLBACKS: []}  # what else there was is settled anew
     write_sealed_json(path, run_info | {ROLLBACKS: [*run_info.get(ROLLBACKS, []), to]})
 
 

@@ -87,13 +87,15 @@ def mean_loss(task: Task, vector: Tensor, samples: Samples) -> float:
 
 
 @torch.no_grad()
-def score(task: Task, vector: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Loss and predicted class of each stored sample under the network with these weights."""
+def score(task: Task, vector: Tensor, x: Tensor, y: Tensor, *, probabilities: bool = False) -> dict[str, Tensor]:
+    """Loss and predicted class of each stored sample under the network with these weights; probabilities if asked."""
     net = load_for_evaluation(task, vector)
-    losses, predicted = [], []
+    losses, predicted, likely = [], [], []
     parts = max(1, -(-len(y) // EVAL_BATCH))  # of nearly equal size: BatchNorm by the batch cannot do with one sample
     for xs, ys in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True):
         found = logits(classifier(net), task.dataset.normalise(to_current_device(xs)))
         losses.append(F.cross_entropy(found, to_current_device(ys), reduction="none"))
         predicted.append(found.argmax(1))
-    return {"loss": torch.cat(losses), "predicted": torch.cat(predicted)}
+        likely += [found.softmax(1)] if probabilities else []
+    scores = {"loss": torch.cat(losses), "predicted": torch.cat(predicted)}
+    return scores | {"probabilities": torch.cat(likely)} if probabilities else scores

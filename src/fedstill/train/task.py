@@ -34,6 +34,7 @@ class LocalTraining:
     clip: float = 0.0  # largest gradient norm; 0: no clipping
     cosine: bool = False  # let the rate fall to 0 along a cosine, within the round
     steps_per_epoch: int = 0  # the same number for every client; 0: one pass over the client's own data
+    class_weight: tuple[float, ...] = ()  # how much a sample of each class counts in the cross-entropy; empty: alike
 
     def lr_at(self, round_: int) -> float:
         return self.lr * self.lr_decay ** (round_ - 1)

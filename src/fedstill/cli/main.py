@@ -44,7 +44,7 @@ app.add_typer(figures.app, name="figure", rich_help_panel="Look")
 app.add_typer(keys.app, name="keys", rich_help_panel="Many machines")
 app.command(name="cache", rich_help_panel="Look")(cache.cache)
 
-FEDERATION = ("data", "data_dir", "partition", "alpha", "clients", "regions")
+FEDERATION = ("data", "data_dir", "target", "client_column", "partition", "alpha", "clients", "regions")
 LEARNING = ("participation", "rounds", "epochs", "batch_size", "lr", "model", "seed")
 LOCAL = ("workers", "engine", "device", "eval_every")
 
@@ -127,7 +127,7 @@ def run(
 
 
 @app.command(rich_help_panel="Train")
-@with_settings(*FEDERATION, *LEARNING, *LOCAL, "target")
+@with_settings(*FEDERATION, *LEARNING, *LOCAL, "target_accuracy")
 def compare(
     methods: Annotated[list[str], typer.Argument(help="Methods from 'fedstill methods', or file.py:Class.")],
     settings: Settings,
@@ -142,7 +142,7 @@ def compare(
 
     \b
     fedstill compare fedavg fedprox --alpha 0.1
-    fedstill compare fedavg fedgkd fedkf --seeds 5 --sweep alpha=0.05,0.1,1 --target 0.7
+    fedstill compare fedavg fedgkd fedkf --seeds 5 --sweep alpha=0.05,0.1,1 --target-accuracy 0.7
 
     A --set that only some of the methods know goes to those. Interrupted, the same command goes on.
     """
@@ -177,7 +177,7 @@ def rollback(
 
 
 @app.command(rich_help_panel="Many machines")
-@with_settings("data", "data_dir", *LEARNING, "device", "eval_every")
+@with_settings("data", "data_dir", "target", *LEARNING, "device", "eval_every")
 def serve(
     method: Annotated[str, typer.Argument(help="A method from 'fedstill methods', or a config.toml.")],
     keys: Annotated[Path, typer.Option(help="The directory with the server's certificate and the sites' public keys.")],
@@ -419,7 +419,7 @@ def samples(
 
 
 @app.command(rich_help_panel="Look")
-@with_settings("data", "data_dir", "model")
+@with_settings("data", "data_dir", "target", "model")
 def methods(
     settings: Settings,
     method: Annotated[str | None, typer.Argument(help="Show this one's settings.")] = None,
@@ -436,7 +436,7 @@ def datasets(data_dir: DataDir = None) -> None:
 
 
 @app.command(rich_help_panel="Look")
-@with_settings("data", "data_dir", "partition", "alpha", "clients", "seed")
+@with_settings("data", "data_dir", "target", "client_column", "partition", "alpha", "clients", "seed")
 def partition(
     settings: Settings,
     out: Annotated[Path, typer.Option(help="The picture: PNG, SVG or PDF.")] = Path("partition.png"),

@@ -25,6 +25,7 @@ from fedstill.data.tokens import TextSettings
 EMBEDDED = Path(__file__).parent / "embedded" / "fashion-mini.npz"
 EMBEDDED_TEXT = tuple(EMBEDDED.with_name(f"glosses-mini-{part}.csv.gz") for part in ("train", "test"))
 
+_ARRAYS_VERSION = 2  # of what arrays are recognised as
 _TEXT_VERSION = 2  # of how texts are divided and encoded
 
 Decode = Callable[[tuple[Path, ...], int], Decoded]  # found paths, image size (0: as stored)
@@ -91,17 +92,22 @@ def is_table(name: str, target: str = "") -> bool:
     return table.is_table(name) and (bool(target) or name.lower().endswith(".parquet"))
 
 
+Kind = Literal["images", "text", "table", "rows"]  # rows: arrays whose samples have one axis
+
+
 @dataclass(frozen=True)
 class Glance:
     """What can be known of data before they are read."""
 
-    kind: Literal["images", "text", "rows"] = "images"  # rows: samples of one axis, of tables or arrays
+    kind: Kind = "images"
     owners: bool = False  # whether they say who owns a sample
 
     @staticmethod
     def of(dataset: Dataset) -> Glance:
-        kind: Literal["images", "text", "rows"] = "rows" if len(dataset.shape) == 1 else "images"
-        return Glance("text" if dataset.vocabulary else kind, owners=dataset.train.client is not None)
+        kind: Kind = "table" if dataset.table else "text" if dataset.vocabulary else "images"
+        if kind == "images" and len(dataset.shape) == 1:
+            kind = "rows"
+        return Glance(kind, owners=dataset.train.client is not None)
 
 
 def glance(name: str, target: str = "", client_column: str = "") -> Glance:
@@ -111,20 +117,20 @@ def glance(name: str, target: str = "", client_column: str = "") -> Glance:
     (Glance(kind='images', owners=False), Glance(kind='text', owners=False))
     """
     path = Path(name).expanduser()
+    kind: Kind = "table" if is_table(name, target) else "text" if is_text(name) else "images"
     if name in names() or not path.exists():
-        return Glance("rows" if is_table(name, target) else "text" if is_text(name) else "images")
+        return Glance(kind)
     if path.is_dir():
         return Glance(owners=(path / "clients").is_dir())
     try:
         if table.is_table(name):
-            columns = [] if client_column else table.header(path)
-            owners = bool(client_column) or "client" in [column.lower() for column in columns]
-            return Glance("rows" if is_table(name, target) else "text", owners)
+            columns = ["client"] if client_column else table.header(path)
+            return Glance(kind, owners="client" in [c.lower() if kind == "text" else c for c in columns])
         shapes = arrays.shapes(path) if path.suffix == ".npz" else {}
     except (DataError, SettingError):
-        return Glance("rows" if is_table(name, target) else "text" if is_text(name) else "images")
-    shape = shapes.get("x", shapes.get("x_train", ()))
-    return Glance("rows" if len(shape) == 2 else "images", bool({"client", "client_train"} & shapes.keys()))
+        return Glance(kind)
+    rows = len(shapes.get("x", shapes.get("x_train", ()))) == 2
+    return Glance("rows" if rows else kind, bool({"client", "client_train"} & shapes.keys()))
 
 
 def data_folder(data_dir: str | Path | None = None) -> Path:
@@ -180,7 +186,7 @@ def load(
             )
         decoded = cached(
             "npz",
-            image_size,
+            (_ARRAYS_VERSION, image_size),
             path.parent,
             [source_file(path)],
             lambda: finish(arrays.read_npz(path), image_size),

@@ -45,6 +45,7 @@ class TableSettings:
     drop: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ()  # the features and what they are, whatever else the table has; empty: all the rest
     classes: tuple[str, ...] = ()  # those there can be; empty: those that occur
+    labelled: bool = True  # else only the features count, and no row is held out
 
 
 @dataclass
@@ -135,10 +136,16 @@ class _Roles:
 def _roles(names: Sequence[str], settings: TableSettings, where: str) -> _Roles:
     if twice := [name for name in names if list(names).count(name) > 1]:
         raise DataError(f"{where}: two columns are called {twice[0]!r}")
-    if not settings.target:
+    if not settings.labelled:
+        settings = replace(settings, target="", client="", split="")
+    elif not settings.target:
         raise SettingError(f"{where}: target is needed, the column with the label (--target); {_there_are(names)}")
-    client = settings.client or ("client" if "client" in names and settings.target != "client" else "")
-    named = {"target": (settings.target,), "client_column": (client,), "split_column": (settings.split,)}
+    client = settings.client or ("client" if "client" in names and settings.target not in ("", "client") else "")
+    named: dict[str, tuple[str, ...]] = {
+        "target": (settings.target,),
+        "client_column": (client,),
+        "split_column": (settings.split,),
+    }
     named |= {"categorical_columns": settings.categorical, "drop_columns": settings.drop}
     for setting, columns in named.items():
         for column in filter(None, columns):
@@ -214,7 +221,7 @@ def _parsed(path: Path, roles: _Roles, as_text: set[str]) -> Columns:
                 raise _NotNumbers(name)
             blocks[name].append(_coded(values, codes.setdefault(name, {})))
             _check_categories(str(path), name, codes[name], roles)
-    if not blocks[roles.target]:
+    if not blocks[roles.all[0]]:
         raise DataError(f"{path}: no rows")
     found = {name: np.concatenate(parts) for name, parts in blocks.items()}
     return {name: Categories(array, list(codes[name])) if name in codes else array for name, array in found.items()}
@@ -319,10 +326,14 @@ def _plain_numbers(values: Any) -> Array | None:
 
 
 def _dataset(columns: Columns, roles: _Roles, where: str, name: str = "") -> Dataset:
-    y, classes = _labels(columns[roles.target], roles, where)
-    client, client_names = _owners(columns.get(roles.client), roles.client, where)
     features = [_feature(columns[feature], feature, roles, where) for feature in roles.features]
     x = np.stack([values for _, values in features], axis=1)
+    table = TablePreprocessing(columns=tuple(column for column, _ in features))
+    if not roles.target:
+        part, one = (SplitArrays(rows, np.zeros(len(rows), np.int64)) for rows in (x, x[:1]))
+        return replace(to_dataset(Decoded(part, one, ("",)), name or where), table=table)
+    y, classes = _labels(columns[roles.target], roles, where)
+    client, client_names = _owners(columns.get(roles.client), roles.client, where)
     if len({len(y), len(x)}) > 1:
         raise DataError(f"{where}: columns differ in length")
     if roles.split:
@@ -332,7 +343,6 @@ def _dataset(columns: Columns, roles: _Roles, where: str, name: str = "") -> Dat
         at = hold_out(y, client)
     train, test = (SplitArrays(x[i], y[i], None if client is None else client[i]) for i in at)
     found = to_dataset(Decoded(train, test, classes, client_names), name or where)
-    table = TablePreprocessing(columns=tuple(column for column, _ in features))
     return replace(found, table=_standardised(table, found.train.x))
 
 

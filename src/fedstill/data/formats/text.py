@@ -120,7 +120,10 @@ def _check_header(path: Path, header: list[str], needed: Sequence[str]) -> None:
         found = found + (f" and {further:,} more" if further > 0 else "") or "nothing"
         other = next((mark for mark in (";", "\t", "|") if len(header) == 1 and mark in header[0]), "")
         hint = f"; columns are separated by commas, and here it seems by {other!r}" if other else ""
-        raise DataError(f"{path}: no column {lacking[0]!r}; its first line, which names the columns, has {found}{hint}")
+        raise DataError(
+            f"{path}: no column {lacking[0]!r}; its first line, which names the columns, has {found}{hint}; if this is "
+            "a table, name the column with the label: --target COLUMN"
+        )
 
 
 def parse_tree(tree: str) -> tuple[int, str]:

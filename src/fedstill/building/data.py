@@ -34,8 +34,8 @@ def load_data(config: Config, tokenizer: str = "", table: TablePreprocessing | N
     """
     if custom.is_reference(config.data):
         return made_dataset(config.data)
-    if is_table(config.data, config.target):
-        return load_dataset(config.data, table=table_settings(config, table))
+    if is_table(config.data, config.target or config.client_column):  # which without a target is refused
+        return read_table(Path(config.data).expanduser(), table_settings(config, table))
     _check_no_table(config)
     if not config.data:
         return _described(config)

@@ -15,7 +15,7 @@ from fedstill.data import download, tokens
 from fedstill.data.cache import cached
 from fedstill.data.dataset import Dataset
 from fedstill.data.download import Download, Progress
-from fedstill.data.formats import arrays, cifar, idx, images, mat, table, text
+from fedstill.data.formats import arrays, cifar, columns, idx, images, mat, table, text
 from fedstill.data.formats.decoded import Decoded, SourceFile, finish, source_file, to_dataset
 from fedstill.data.formats.table import TableSettings
 from fedstill.data.formats.table import read as read_table
@@ -124,8 +124,8 @@ def glance(name: str, target: str = "", client_column: str = "") -> Glance:
         return Glance(owners=(path / "clients").is_dir())
     try:
         if table.is_table(name):
-            columns = ["client"] if client_column else table.header(path)
-            return Glance(kind, owners="client" in [c.lower() if kind == "text" else c for c in columns])
+            found = ["client"] if client_column else columns.header(path)
+            return Glance(kind, owners="client" in [c.lower() if kind == "text" else c for c in found])
         shapes = arrays.shapes(path) if path.suffix == ".npz" else {}
     except (DataError, SettingError):
         return Glance(kind)

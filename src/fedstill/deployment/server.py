@@ -98,7 +98,7 @@ class SiteEngine(Engine):
         if any(isinstance(request, Score) for request in requests):
             assert self._local
             yield from self._local.run(requests, down)
-        else:
+        elif requests:  # a server without data has no test samples to score
             yield from self._clients(requests, down)
 
     def _clients(self, requests: Sequence[Any], down: Message) -> Iterator[Tree]:

@@ -195,7 +195,7 @@ def _feature(values: Array | Categories, name: str, roles: Roles, where: str) ->
     if np.isinf(values).any():
         raise DataError(f"{where}: column {name!r} has a number that is not finite; leave it empty if it is not known")
     whole = not roles.declared and len(values) >= _TOLD_APART and not (values % 1).any()  # NaN counts as some
-    if whole and len(np.unique(values)) == len(values):
+    if whole and np.ptp(values) < 10 * len(values) and len(np.unique(values)) == len(values):
         warnings.warn(
             f"{where}: column {name!r} is another whole number in every row; if it is an id, leave it out with "
             f"drop_columns = [{name!r}]",

@@ -369,7 +369,8 @@ def test_a_proxy_table_needs_no_label(tmp_path: Path) -> None:
     data = hospitals(tmp_path)
     lines = [",".join(np.array(line.split(","))[[2, 1, 0]]) for line in Path(data).read_text().splitlines()]
     (tmp_path / "public.csv").write_text("\n".join(lines) + "\n")
-    settings = {"data": data, "target": "outcome", "client_column": "hospital", "proxy": str(tmp_path / "public.csv")}
+    settings: dict[str, Any] = {"data": data, "proxy": str(tmp_path / "public.csv")}
+    settings |= {"target": "outcome", "client_column": "hospital"}
     assert fedstill.run("feddf", **settings, **QUICK).summary["rounds"] == 2
 
 

@@ -239,7 +239,7 @@ def test_a_site_may_call_its_label_otherwise_and_have_more_columns_in_another_or
 
 @pytest.mark.parametrize("wrong", ["column", "label", "number", "other"])
 def test_a_table_that_does_not_fit_is_left_out_and_the_server_gets_a_code(tmp_path: Path, wrong: str) -> None:
-    own = table(tmp_path / "own.csv", 1, **({"ward": "unit"} if wrong == "column" else {}))
+    own = table(tmp_path / "own.csv", 1, ward="unit" if wrong == "column" else "ward")
     if wrong == "label":
         own.write_text(own.read_text().replace("ill", "poorly"))
     elif wrong == "number":

@@ -116,6 +116,8 @@ def glance(name: str, target: str = "", client_column: str = "") -> Glance:
     >>> glance("mnist"), glance("ag-news")
     (Glance(kind='images', owners=False), Glance(kind='text', owners=False))
     """
+    if not name:  # of a server that knows only the columns of tables
+        return Glance("table")
     path = Path(name).expanduser()
     kind: Kind = "table" if is_table(name, target) else "text" if is_text(name) else "images"
     if name in names() or not path.exists():

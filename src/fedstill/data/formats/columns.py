@@ -77,7 +77,8 @@ def _parsed(path: Path, roles: Roles, as_text: set[str]) -> Columns:
     separator = _separator(path)
     rows, names = _numbered_rows(path, separator), header(path)
     next(rows, None)
-    place = {name: names.index(name) for name in roles.all}
+    at = {name: number for number, name in enumerate(names)}
+    place = {name: at[name] for name in roles.all}
     blocks: dict[str, list[Array]] = {name: [] for name in place}
     codes: dict[str, dict[str, int]] = {name: {} for name in as_text & place.keys()}
     while block := list(islice(rows, _ROWS)):

@@ -7,6 +7,7 @@ the label, `client` who owns the row, `split` whether it trains or tests.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,8 +105,9 @@ def read(path: Path, settings: TableSettings) -> Dataset:
 
 
 def _roles(names: Sequence[str], settings: TableSettings, where: str) -> Roles:
-    if twice := [name for name in names if list(names).count(name) > 1]:
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise DataError(f"{where}: two columns are called {twice[0]!r}")
+    known = set(names)
     if not settings.labelled:
         settings = replace(settings, target="", client="", split="")
     elif not settings.target:
@@ -119,16 +121,17 @@ def _roles(names: Sequence[str], settings: TableSettings, where: str) -> Roles:
     named |= {"categorical_columns": settings.categorical, "drop_columns": settings.drop}
     for setting, columns in named.items():
         for column in filter(None, columns):
-            if column not in names:
+            if column not in known:
                 raise SettingError(f"{where}: {setting} = {column!r} is no column; {_there_are(names)}")
+    left_out = set(settings.drop)
     special = [name for name in (settings.target, client, settings.split) if name]
     if len(set(special)) < len(special) or set(special) & set(settings.drop):
         raise SettingError(f"{where}: target, client_column, split_column and drop_columns must be different columns")
-    features = tuple(name for name in names if name not in special and name not in settings.drop)
+    features = tuple(name for name in names if name not in special and name not in left_out)
     as_text, numbers = {*special, *settings.categorical}, set[str]()
     if settings.columns:
         features = tuple(column.name for column in settings.columns)
-        if lacking := [name for name in features if name not in names or name in special]:
+        if lacking := [name for name in features if name not in known or name in special]:
             raise DataError(f"{where}: no column {lacking[0]!r}, which the run has; {_there_are(names)}")
         as_text = {*special, *(column.name for column in settings.columns if column.categories is not None)}
         numbers = set(features) - as_text

@@ -179,6 +179,24 @@ def test_files_that_are_damaged_are_refused_with_the_line(tmp_path: Path) -> Non
         read(path, TableSettings("outcome"))
 
 
+def test_an_index_that_pandas_wrote_has_a_name_to_drop_it_by(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.csv", {"": range(ROWS)} | frame())
+    with pytest.warns(UserWarning, match=r"column 'column 1' is another whole number"):
+        assert read(path, TableSettings("outcome")).input_shape == (4,)
+    assert read(path, TableSettings("outcome", drop=("column 1",))).input_shape == (3,)
+
+
+def test_what_is_no_frame_is_refused() -> None:
+    with pytest.raises(DataError, match="a DataFrame or a mapping of columns is needed, not list"):
+        from_frame([[1, 2]], "outcome")
+    with pytest.raises(DataError, match="columns differ in length"):
+        from_frame(frame(age=[1, 2]), "outcome")
+    with pytest.raises(DataError, match="no rows"):
+        from_frame({"age": [], "outcome": []}, "outcome")
+    with pytest.raises(DataError, match="'age' is dates or times"):
+        from_frame(frame(age=np.arange(ROWS).astype("datetime64[D]")), "outcome")
+
+
 def test_an_id_of_numbers_is_warned_about() -> None:
     with pytest.warns(UserWarning, match=r"column 'patient' is another whole number in every row"):
         from_frame(frame(patient=range(ROWS)), "outcome")

@@ -24,6 +24,7 @@ from fedstill.deployment.policy import Policy
 from fedstill.deployment.server import Terms, serve
 from fedstill.deployment.site import LocalInputs, Site
 from fedstill.methods.kinds import Kind
+from support import regions
 from support.sites import NAMES, Wire, weights
 
 SETTINGS: dict[str, Any] = {
@@ -254,3 +255,21 @@ def test_a_table_that_does_not_fit_is_left_out_and_the_server_gets_a_code(tmp_pa
     log = (tmp_path / "run/log.txt").read_text()
     assert "poorly" not in log
     assert "unit" not in log
+
+
+@pytest.mark.slow
+def test_regions_run_on_declared_tables_and_refuse_others(tmp_path: Path) -> None:
+    sites = [name for names in regions.SITES.values() for name in names]
+    files = {name: str(table(tmp_path / f"{name}.csv", seed, categories="ab")) for seed, name in enumerate(sites)}
+    declared: list[dict[str, Any]] = [
+        {"name": "age", "mean": 55.0, "std": 10.0, "missing": True},
+        {"name": "ward", "categories": ["a", "b"]},
+    ]
+    settings: dict[str, Any] = {"data": "", "classes": ["ill", "well"], "pool": 0, "fraction": 1.0, "partition": "iid"}
+    settings |= {name: SETTINGS[name] for name in ("target", "model", "model_options")}
+    world = regions.World(tmp_path, **files)
+    result = regions.served(world, tmp_path / "run", "fedavg", columns=declared, **settings)
+    assert len(result.records) == 2, "a line an episode"
+    assert result.records[-1]["amp"] > 0
+    with pytest.raises(fedstill.SettingError, match="of tables in regions, all must be declared"):
+        regions.served(world, tmp_path / "other", "fedavg", columns=[{"name": "age"}], **settings)

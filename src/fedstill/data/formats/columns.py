@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -52,9 +53,10 @@ class Roles:
 def header(path: Path) -> list[str]:
     """The names of a file's columns."""
     if path.suffix.lower() == ".parquet":
-        return [str(name) for name in _opened(path).schema_arrow.names]
+        with _parquet(path) as file:
+            return [str(name) for name in file.schema_arrow.names]
     _, first = next(_numbered_rows(path, _separator(path)), (0, []))
-    return [name.strip() for name in first]
+    return [name.strip() or f"column {number}" for number, name in enumerate(first, 1)]  # pandas' index has no name
 
 
 def from_csv(path: Path, roles: Roles) -> Columns:
@@ -141,23 +143,27 @@ def _separator(path: Path) -> str:
     return max((",", ";", "\t", "|"), key=first.count)
 
 
-def _opened(path: Path) -> Any:
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """An open parquet file. Whatever the library raises about it, of many kinds, is one error."""
     try:
-        from pyarrow import lib, parquet
+        from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise SettingError("parquet files need the pyarrow library: pip install 'fedstill[tables]'") from error
     try:
-        return parquet.ParquetFile(path)
-    except (lib.ArrowException, OSError) as error:
+        with ParquetFile(path) as file:
+            yield file
+    except Exception as error:
         raise DataError(f"{path}: not a parquet file that can be read ({in_one_line(error)})") from error
 
 
 def from_parquet(path: Path, roles: Roles) -> Columns:
-    from pyarrow import lib, types
+    """The columns of a parquet file."""
+    from pyarrow import types
 
-    try:
-        table = _opened(path).read(columns=roles.all)
-        found: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    with _parquet(path) as file:
+        table = file.read(columns=roles.all)
         for name in roles.all:
             column = table.column(name)
             if types.is_dictionary(column.type):
@@ -165,13 +171,13 @@ def from_parquet(path: Path, roles: Roles) -> Columns:
             if types.is_decimal(column.type):
                 column = column.cast("float64")
             found[name] = column.to_numpy()
-    except (lib.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read ({in_one_line(error)})") from error
     return from_values(found, roles.text, str(path))
 
 
 def from_values(given: Mapping[str, Any], as_text: Iterable[str], where: str = "table") -> Columns:
     found: Columns = {}
+    if len({len(values) for values in given.values()}) > 1:
+        raise DataError(f"{where}: columns differ in length")
     for name, values in given.items():
         array = values.to_numpy() if hasattr(values, "to_numpy") else np.asarray(values)
         if array.ndim != 1:

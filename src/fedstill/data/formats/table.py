@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,8 @@ def from_frame(
     (('no', 'yes'), (2,), (3,))
     """
     settings = TableSettings(target, client, split, tuple(categorical), tuple(drop))
+    if not hasattr(frame, "columns") and not isinstance(frame, Mapping):
+        raise DataError(f"a DataFrame or a mapping of columns is needed, not {type(frame).__name__}")
     given = {str(column): frame[column] for column in getattr(frame, "columns", frame)}
     wanted = _roles(list(given), settings, name)
     return _dataset(from_values(given, wanted.text), wanted, name)
@@ -158,14 +160,14 @@ def _there_are(names: Sequence[str]) -> str:
 def _dataset(columns: Columns, roles: Roles, where: str, name: str = "") -> Dataset:
     features = [_feature(columns[feature], feature, roles, where) for feature in roles.features]
     x = np.stack([values for _, values in features], axis=1)
+    if not len(x):
+        raise DataError(f"{where}: no rows")
     table = TablePreprocessing(columns=tuple(column for column, _ in features))
     if not roles.target:
         part, one = (SplitArrays(rows, np.zeros(len(rows), np.int64)) for rows in (x, x[:1]))
         return replace(to_dataset(Decoded(part, one, ("",)), name or where), table=table)
     y, classes = _labels(columns[roles.target], roles, where)
     client, client_names = _owners(columns.get(roles.client), roles.client, where)
-    if len({len(y), len(x)}) > 1:
-        raise DataError(f"{where}: columns differ in length")
     if roles.split:
         is_test = _tests(columns[roles.split], roles.split, where)
         at = np.flatnonzero(~is_test), np.flatnonzero(is_test)

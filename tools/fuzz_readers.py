@@ -8,6 +8,7 @@ import json
 import pickle
 import random
 import struct
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +20,17 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from fuzz_changes import as_gzip, as_json, as_lines, as_safetensors, as_toml, as_zip, mutate
 from PIL import Image
+from pyarrow import table as arrow_table
+from pyarrow.parquet import write_table
 
 from fedstill.building.config import read_toml, resolve
 from fedstill.core import choices, tree
 from fedstill.core.files import read_json, read_sealed_json, write_sealed_json
 from fedstill.core.index import Index
 from fedstill.core.store import Store
-from fedstill.data import cache, tokens
-from fedstill.data.formats import arrays, cifar, idx, images, mat, text
+from fedstill.data import cache, from_frame, tokens
+from fedstill.data.formats import arrays, cifar, idx, images, mat, table, text
+from fedstill.data.preprocessing import from_json
 from fedstill.flower.records import from_records, to_records
 from fedstill.running.directory import RunDirectory
 from fedstill.studies import presets
@@ -154,6 +158,18 @@ def _datasets(folder: Path) -> list[Target]:
     stored = cache._store(folder / "stored", decoded, "x")
     del stored
     meta = (folder / "stored" / "meta.json").read_bytes()
+
+    lines = [f"{k},{'fm'[k % 2]},h{k % 3},{'ab'[k % 2]}" for k in range(12)]
+    tables = ["\n".join(["age,sex,client,y", *lines]).encode(), "\n".join(["x;y", *["1,5;a", "?;b"] * 6]).encode()]
+    values = {"age": [1.5, None] * 6, "sex": list("fm" * 6), "y": [0, 1] * 6}
+    parquet = io.BytesIO()
+    write_table(arrow_table(values), parquet)
+    preprocessing = from_frame(values, "y").preprocessing.model_dump_json().encode()
+
+    def of_table(path: Path) -> object:
+        with warnings.catch_warnings(action="ignore"):  # of columns that may be ids
+            return table.read(path, table.TableSettings("y"))
+
     return [
         Target("idx", [idx_file(pixels), gzip.compress(idx_file(pixels))], _file(folder / "i.idx", of_idx), as_gzip),
         Target("idx labels", [idx_file(labels)], _file(folder / "l.idx", of_idx_labels), as_gzip),
@@ -172,6 +188,9 @@ def _datasets(folder: Path) -> list[Target]:
         Target("images", [pictures["PNG"].getvalue()], _file(folder / "images" / "0" / "9.png", of_images)),
         Target("csv", csvs, _file(folder / "a.csv", divided(text.read_csv))),
         Target("csv.gz", [gzip.compress(csvs[0])], _file(folder / "a.csv.gz", divided(text.read_csv)), as_gzip),
+        Target("table", tables, _file(folder / "table.csv", of_table)),
+        Target("parquet", [parquet.getvalue()], _file(folder / "table.parquet", of_table)),
+        Target("preprocessing", [preprocessing], from_json, as_json),
         Target("ag news", [titled], _file(folder / "t.csv", divided(lambda p: text.ag_news([p, p])))),
         Target("sst5", [trees], _file(folder / "t.txt", divided(lambda p: text.sst5([p, p])))),
         Target("tokenizer", [made_tokenizer], of_tokenizer, as_json),

@@ -5,15 +5,50 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    field_validator,
+    model_validator,
+)
 
 from fedstill.core.choices import ALPHA, SMALLEST_VOCABULARY, AttackKind, BufferPolicy, Precision
 
-IMAGE_MODEL, TEXT_MODEL = "lenet5", "transformer"  # unless another is named
+IMAGE_MODEL, TEXT_MODEL, ROW_MODEL = "lenet5", "transformer", "mlp"  # unless another is named
 TEXT_TRAINING = {"optimizer": "adam", "lr": 0.001}  # unless either is set: plain SGD hardly moves embeddings
+TABLE_TRAINING = {"optimizer": "sgd", "lr": 0.1}  # unless either is set: docs/your-own-data.md says how it was chosen
+
+
+def _names(given: Any) -> Any:
+    """Names in one string, as a flag has them, as a list."""
+    return [name.strip() for name in given.split(",") if name.strip()] if isinstance(given, str) else given
+
+
+Names = Annotated[list[str], BeforeValidator(_names)]
+
+
+class ColumnSettings(BaseModel):
+    """A column of a table; what is not said of it is found by sums over the clients' training samples."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    name: str
+    categories: list[str] | None = Field(None, description="of categories: which; none in the list: those that occur")
+    mean: float | None = None
+    std: float | None = Field(None, gt=0)
+    missing: bool | None = Field(None, description="whether an input says that a number is missing")
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing has to be found."""
+        known = (self.mean, self.std, self.missing)
+        return None not in known if self.categories is None else bool(self.categories)
 
 
 class RegionSettings(BaseModel):
@@ -52,8 +87,22 @@ class Config(BaseModel):
     # data partition
     data: str = Field(
         "fashion-mini",
-        description="dataset: a name from 'fedstill datasets', a folder, an .npz, a .csv of text, or file.py:function",
+        description="dataset: a name from 'fedstill datasets', a folder, an .npz, a .csv of text, a table (.csv, .tsv, "
+        ".parquet) with a target, or file.py:function",
     )
+    target: str = Field("", description="of a table: the column with the label")
+    client_column: str = Field("", description="of a table: the column that says who owns a row")
+    split_column: str = Field(
+        "", description='of a table: the column that says "train" or "test"; empty: a fifth tests'
+    )
+    categorical_columns: Names = Field(
+        default_factory=list, description="of a table: columns of whole numbers that stand for categories"
+    )
+    drop_columns: Names = Field(default_factory=list, description="of a table: columns to leave out")
+    columns: list[ColumnSettings] = Field(
+        default_factory=list, description="of a table: what its columns are, as 'fedstill columns' writes it"
+    )
+    classes: Names = Field(default_factory=list, description="of a table: its classes; none: the labels that occur")
     data_dir: str = Field("", description="where dataset files are; empty: $FEDSTILL_DATA")
     image_size: int = Field(0, ge=0, description="resize images to this; 0: as the model needs, else as they are")
     tokenizer: str = Field(
@@ -73,7 +122,7 @@ class Config(BaseModel):
     partition: str = Field(
         "dirichlet",
         description="how the data are divided among clients: dirichlet, iid, natural, shards, quantity, dir_balanced, "
-        "dir_feddf, dir_fedkf, dir_fedgen or dir_client_prior",
+        "dir_feddf, dir_fedkf, dir_fedgen or dir_client_prior; default for data that name their clients: natural",
     )
     clients: int = Field(
         20, ge=0, description="number of clients; 0: as many as the data name; default with natural: 0"
@@ -97,7 +146,7 @@ class Config(BaseModel):
     model: str = Field(
         IMAGE_MODEL,
         description="network: lenet5, resnet8, resnet8-w64, resnet11, resnet18, resnet50, shufflenetv2, cnn, mlp; of "
-        "text transformer, bag, distilbert; or file.py:function; default on text: transformer",
+        "text transformer, bag, distilbert; or file.py:function; default on text: transformer, on tables: mlp",
     )
     model_options: dict[str, Any] = Field(default_factory=dict, description="options of the network")
     augment: str = Field(
@@ -117,7 +166,11 @@ class Config(BaseModel):
     optimizer: Literal["sgd", "adam"] = Field(
         "sgd", description="local optimiser; default on text, if lr is not set: adam"
     )
-    lr: float = Field(0.05, gt=0, description="local learning rate; default on text, if optimizer is not set: 0.001")
+    lr: float = Field(
+        0.05,
+        gt=0,
+        description="local learning rate; default, if optimizer is not set, on text: 0.001, on tables: 0.1",
+    )
     lr_decay: float = Field(1.0, gt=0, le=1, description="factor on lr after each round")
     momentum: float = Field(0.0, ge=0, lt=1, description="local momentum (sgd)")
     weight_decay: float = Field(0.0, ge=0, description="local weight decay")
@@ -197,7 +250,7 @@ class Config(BaseModel):
         description="metrics beyond accuracy, such as auroc,ece or file.py:function of labels and probabilities; "
         "balanced_accuracy and macro_f1 are always there, but of sites' own tests only if named here",
     )
-    target: float = Field(0.0, ge=0, le=1, description="accuracy whose first round is reported; 0: none")
+    target_accuracy: float = Field(0.0, ge=0, le=1, description="accuracy whose first round is reported; 0: none")
     hyper: dict[str, Any] = Field(default_factory=dict, description="the method's own settings")
 
     @field_validator("metrics", mode="before")
@@ -214,6 +267,14 @@ class Config(BaseModel):
         if isinstance(given, dict) and all(type(n) in (int, float) and 0 < n < math.inf for n in given.values()):
             return {str(name): float(number) for name, number in given.items()}
         raise ValueError("should be 'balanced', or a table with a number above 0 for each class, {no = 1, yes = 70}")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, given: Any) -> Any:
+        """Runs of before 0.2 call the accuracy to reach `target`."""
+        if isinstance(given, dict) and isinstance(given.get("target"), int | float):
+            return {k: v for k, v in given.items() if k != "target"} | {"target_accuracy": given["target"]}
+        return given
 
     @property
     def flat(self) -> bool:
@@ -248,7 +309,7 @@ CHANGEABLE = {
     "min_clients",
     "round_retries",
     "max_update_ratio",
-    "target",
+    "target_accuracy",
     "metrics",
     "data_dir",
     "save_teachers",

@@ -18,7 +18,7 @@ Allow = Annotated[
     typer.Option(
         metavar="METHOD|KIND",
         help="A method that may send more than weights, or a kind of information that may be sent, such as "
-        r"class-counts; can be repeated. \[on a terminal, you are asked]",
+        r"class-counts, or statistics of a table's columns; can be repeated. \[on a terminal, you are asked]",
         rich_help_panel=POLICY,
     ),
 ]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedstill.cli import cache, figures, keys
+from fedstill.cli import cache, columns, figures, keys
 from fedstill.cli.consent import (
     Allow,
     Deny,
@@ -43,8 +43,9 @@ app = typer.Typer(
 app.add_typer(figures.app, name="figure", rich_help_panel="Look")
 app.add_typer(keys.app, name="keys", rich_help_panel="Many machines")
 app.command(name="cache", rich_help_panel="Look")(cache.cache)
+app.command(name="columns", rich_help_panel="Look")(columns.columns)
 
-FEDERATION = ("data", "data_dir", "partition", "alpha", "clients", "regions")
+FEDERATION = ("data", "data_dir", "target", "client_column", "partition", "alpha", "clients", "regions")
 LEARNING = ("participation", "rounds", "epochs", "batch_size", "lr", "model", "seed")
 LOCAL = ("workers", "engine", "device", "eval_every", "metrics")
 
@@ -127,7 +128,7 @@ def run(
 
 
 @app.command(rich_help_panel="Train")
-@with_settings(*FEDERATION, *LEARNING, *LOCAL, "target")
+@with_settings(*FEDERATION, *LEARNING, *LOCAL, "target_accuracy")
 def compare(
     methods: Annotated[list[str], typer.Argument(help="Methods from 'fedstill methods', or file.py:Class.")],
     settings: Settings,
@@ -142,7 +143,7 @@ def compare(
 
     \b
     fedstill compare fedavg fedprox --alpha 0.1
-    fedstill compare fedavg fedgkd fedkf --seeds 5 --sweep alpha=0.05,0.1,1 --target 0.7
+    fedstill compare fedavg fedgkd fedkf --seeds 5 --sweep alpha=0.05,0.1,1 --target-accuracy 0.7
 
     A --set that only some of the methods know goes to those. Interrupted, the same command goes on.
     """
@@ -177,7 +178,7 @@ def rollback(
 
 
 @app.command(rich_help_panel="Many machines")
-@with_settings("data", "data_dir", *LEARNING, "device", "eval_every", "metrics")
+@with_settings("data", "data_dir", "target", *LEARNING, "device", "eval_every", "metrics")
 def serve(
     method: Annotated[str, typer.Argument(help="A method from 'fedstill methods', or a config.toml.")],
     keys: Annotated[Path, typer.Option(help="The directory with the server's certificate and the sites' public keys.")],
@@ -252,8 +253,11 @@ def join(
     ca: Ca = None,
     data: Annotated[
         str,
-        typer.Option(help=r"The site's data: a folder, an .npz, a .csv or file.py:function. \[its share of the run's]"),
+        typer.Option(
+            help=r"The site's data: a folder, an .npz, a .csv, a table or file.py:function. \[its share of the run's]"
+        ),
     ] = "",
+    target: Annotated[str, typer.Option(help=r"Of a table: the column with the label. \[the run's]")] = "",
     data_dir: OwnDataDir = "",
     method: OwnMethod = "",
     model: OwnModel = "",
@@ -273,7 +277,8 @@ def join(
     \b
     fedstill join server.example:9092 --key trial/sites/north --ca trial/ca.pem --data ./images
 
-    What is sent is listed in the site's audit.jsonl. Methods that send more than weights need --allow METHOD.
+    What is sent is listed in the site's audit.jsonl. Methods that send more than weights need --allow METHOD; of a
+    table, sums over its columns (means, spreads, categories) need --allow statistics.
     """
     agreed = policy_of(
         policy, allow=allow or [], deny=deny or [], max_rounds=max_rounds, max_hours=max_hours, download=download
@@ -281,7 +286,7 @@ def join(
     importlib.import_module("fedstill.cli.network").join(
         server, key=key, ca=ca, directory=directory, insecure=insecure, policy=agreed,
         ask=ask if on_terminal() else None,
-        data=data, data_dir=data_dir, method=method, model=model, pretrained=pretrained, device=device,
+        data=data, target=target, data_dir=data_dir, method=method, model=model, pretrained=pretrained, device=device,
     )  # fmt: skip
 
 
@@ -419,7 +424,7 @@ def samples(
 
 
 @app.command(rich_help_panel="Look")
-@with_settings("data", "data_dir", "model")
+@with_settings("data", "data_dir", "target", "model")
 def methods(
     settings: Settings,
     method: Annotated[str | None, typer.Argument(help="Show this one's settings.")] = None,
@@ -436,7 +441,7 @@ def datasets(data_dir: DataDir = None) -> None:
 
 
 @app.command(rich_help_panel="Look")
-@with_settings("data", "data_dir", "partition", "alpha", "clients", "seed")
+@with_settings("data", "data_dir", "target", "client_column", "partition", "alpha", "clients", "seed")
 def partition(
     settings: Settings,
     out: Annotated[Path, typer.Option(help="The picture: PNG, SVG or PDF.")] = Path("partition.png"),

@@ -89,7 +89,7 @@ class Display(Listener):
         balanced = ["balanced_accuracy"] if is_imbalanced(majority(setup.federation)) else []
         self._shown = list(dict.fromkeys([*balanced, *map(short_name, c.metrics)]))
         self._console.print(
-            f"{c.method} on {c.data}: {setup.federation.clients} clients, {c.partition} partition, "
+            f"{c.method} on {c.data or 'tables'}: {setup.federation.clients} clients, {c.partition} partition, "
             f"{c.model} with {setup.task.size:,} weights, {c.rounds - done} rounds",
             style="bold",
             markup=False,

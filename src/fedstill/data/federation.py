@@ -330,6 +330,8 @@ def _pair(whose: str, x: Array, y: Array) -> tuple[Tensor, Tensor]:
         raise DataError(
             f"samples of {whose} are raw bytes; scale them to floats, or let fedstill.from_arrays(x, y, client=…) do it"
         )
+    if not samples.is_floating_point() and samples.dim() == 2:
+        samples = samples.float()  # features; tokens come from fedstill.from_arrays(…, tokens=True)
     if samples.is_floating_point() and not torch.isfinite(samples).all():
         raise DataError(f"samples of {whose} hold numbers that are not finite")
     if labels.ndim != 1 or len(samples) != len(labels):

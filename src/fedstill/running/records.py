@@ -100,8 +100,8 @@ def summarise(config: Config, records: Sequence[RoundRecord], final_exchange: Ma
         summary["metric_names"] = [short_name(name) for name in config.metrics]
     if unmeasured := last[-1].get("unmeasured"):
         summary["unmeasured"] = unmeasured
-    if config.target:
-        reached = [round_ for round_, value in by_headline.items() if value >= config.target]
+    if config.target_accuracy:
+        reached = [round_ for round_, value in by_headline.items() if value >= config.target_accuracy]
         summary["rounds_to_target"] = reached[0] if reached else None
     return summary
 

@@ -31,7 +31,7 @@ _BRACKETS = {"-LRB-": "(", "-RRB-": ")"}  # as the Penn Treebank writes them
 _MARKUP = re.compile(r"\\|<[^>]{0,200}>")  # AG News writes a line break as a backslash, and has some HTML left
 _SHOWN = 20  # names of columns in an error
 _LONGEST_LINE = 2**27  # characters; a small .gz can unpack to one without end
-_LONGEST = 2**31 - 1  # characters of a field; Python's csv stops at 131,072 by default
+LONGEST = 2**31 - 1  # characters of a field; Python's csv stops at 131,072 by default
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Corpus:
         given: dict[str, Array | None] = {"x": rows, "y": self.labels, "client": self.client}
         if self.test_texts is not None:
             given |= {"x_test": np.arange(len(self.test_texts))[:, None], "y_test": self.test_labels}
-        found = decode_arrays({name: a for name, a in given.items() if a is not None}, self.classes, where)
+        found = decode_arrays({name: a for name, a in given.items() if a is not None}, self.classes, where, tokens=True)
         held_out = self.texts if self.test_texts is None else self.test_texts
         return found, [self.texts[i] for i in found.train.x[:, 0]], [held_out[i] for i in found.test.x[:, 0]]
 
@@ -120,7 +120,10 @@ def _check_header(path: Path, header: list[str], needed: Sequence[str]) -> None:
         found = found + (f" and {further:,} more" if further > 0 else "") or "nothing"
         other = next((mark for mark in (";", "\t", "|") if len(header) == 1 and mark in header[0]), "")
         hint = f"; columns are separated by commas, and here it seems by {other!r}" if other else ""
-        raise DataError(f"{path}: no column {lacking[0]!r}; its first line, which names the columns, has {found}{hint}")
+        raise DataError(
+            f"{path}: no column {lacking[0]!r}; its first line, which names the columns, has {found}{hint}; if this is "
+            "a table, name the column with the label: --target COLUMN"
+        )
 
 
 def parse_tree(tree: str) -> tuple[int, str]:
@@ -144,7 +147,7 @@ def parse_tree(tree: str) -> tuple[int, str]:
 
 def _trees(path: Path) -> tuple[list[str], Array]:
     found = []
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(lines(path), 1):
         if line.strip():
             try:
                 found.append(parse_tree(line))
@@ -176,8 +179,8 @@ def _numbers(path: Path, labels: list[int]) -> Array:
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Rows of a CSV file with the lines they begin in, empty ones left out."""
-    csv.field_size_limit(_LONGEST)
-    reader, line = csv.reader(_lines(path), strict=True), 1
+    csv.field_size_limit(LONGEST)
+    reader, line = csv.reader(lines(path), strict=True), 1
     try:
         for row in reader:
             if row:
@@ -187,7 +190,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise DataError(f"{path}, line {line}: not CSV ({error})") from error
 
 
-def _lines(path: Path) -> Iterator[str]:
+def lines(path: Path) -> Iterator[str]:
     """A file's lines, each with its end, unpacked if it is a .gz."""
     opened: Any = gzip.open if path.suffix.lower() == ".gz" else open
     try:

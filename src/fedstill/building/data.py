@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,15 @@ def wanted_size(config: Config) -> int:
     """The side that images should have: what is set, else what the model needs; 0: as they are."""
     own = custom.is_reference(config.model) or is_object(config.model)
     return config.image_size or (0 if own else image_size(config.model) or 0)
+
+
+def data_notes(config: Config, dataset: Dataset) -> Iterator[str]:
+    """What was done to the data before the run."""
+    if dataset.original_size:
+        to = f"images {dataset.original_size} resized to {dataset.shape[2]}x{dataset.shape[1]}"
+        own = config.image_size or not wanted_size(config)
+        yield to + ("" if config.image_size else "; image_size sets another size" if own else f" for {config.model}")
+    yield from dataset.notes
 
 
 def divide(config: Config, dataset: Dataset) -> Federation:

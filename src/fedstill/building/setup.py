@@ -9,7 +9,7 @@ import torch
 
 from fedstill.attacks.attack import Attack, plan
 from fedstill.building.config import Config
-from fedstill.building.data import divide, encoder_of, load_data, wanted_size
+from fedstill.building.data import data_notes, divide, encoder_of, load_data, wanted_size
 from fedstill.building.task import Network, make_task
 from fedstill.building.topology import (
     Hierarchy,
@@ -77,6 +77,7 @@ def prepare(
 
 
 def _warnings(config: Config, task: Task) -> Iterator[str]:
+    yield from data_notes(config, task.dataset)
     if task.proxy is not None and config.proxy != "pool" and len(task.proxy) < config.proxy_size:
         yield f"proxy_size = {config.proxy_size}: the proxy data have {len(task.proxy)} samples, and all are used"
     if (encoder := encoder_of(config)) and not has_learnt(encoder):

@@ -115,10 +115,10 @@ def load(
         tree = images.folder(path)
         decoded = cached(
             "folder",
-            image_size,
+            (image_size, images.LARGEST),
             path,
             tree.files(),
-            lambda: finish(images.decode(tree, image_size), image_size),
+            lambda: finish(images.decode(tree, image_size, any_size=True), image_size),
         )
         return to_dataset(decoded, path.resolve().name)
     if path.is_file():

@@ -302,9 +302,10 @@ def test_classes_are_matched_by_name(tmp_path: Path) -> None:
     assert labelled("owl", "cat") == [2, 0, 2]
     assert labelled(*server) == [0, 1, 2]
     assert labelled("0", "1") == [0, 1, 0], "classes without names keep their numbers"
+    assert labelled("0", "2") == [0, 2, 0]
     with pytest.raises(fedstill.DataError, match="the class 'cow' here is none of the server's: cat, dog, owl"):
         labelled("cat", "cow")
-    with pytest.raises(fedstill.DataError, match="4 classes here"):
+    with pytest.raises(fedstill.DataError, match="label 3 here is none of the server's 3 classes"):
         labelled("0", "1", "2", "3")
 
 

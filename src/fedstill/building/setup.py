@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from fedstill.attacks.attack import Attack, plan
@@ -73,7 +74,8 @@ def prepare(
     hierarchy = arrange(config, task, federation, method)
     check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
     attack = attack_of(config, federation, hierarchy)
-    return Setup(config, task, federation, method, hierarchy, attack, warnings=tuple(_warnings(config, task)))
+    notes = (*_warnings(config, task), *(() if elsewhere else _untrained(federation)))
+    return Setup(config, task, federation, method, hierarchy, attack, warnings=notes)
 
 
 def _warnings(config: Config, task: Task) -> Iterator[str]:
@@ -82,6 +84,15 @@ def _warnings(config: Config, task: Task) -> Iterator[str]:
         yield f"proxy_size = {config.proxy_size}: the proxy data have {len(task.proxy)} samples, and all are used"
     if (encoder := encoder_of(config)) and not has_learnt(encoder):
         yield f"{encoder} has no weights: the encoder begins with random ones, as if it had learnt nothing"
+
+
+def _untrained(federation: Federation) -> Iterator[str]:
+    """Classes of which no client has a training sample."""
+    dataset = federation.dataset
+    held = np.bincount(dataset.train.y.numpy()[federation.train_index], minlength=len(dataset.classes))
+    if lacking := [name for name, count in zip(dataset.classes, held, strict=True) if not count]:
+        more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+        yield f"no client has training samples of class {', '.join(lacking[:5])}{more}: it cannot be learnt"
 
 
 def attack_of(config: Config, federation: Federation, hierarchy: Hierarchy) -> Attack:

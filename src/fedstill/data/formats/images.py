@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from PIL import Image
 
 from fedstill.core.errors import DataError, in_one_line
 from fedstill.data.formats.decoded import Array, Decoded, SourceFile, SplitArrays, hold_out, source_file
+from fedstill.data.formats.labels import class_order
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 GREY = ("1", "L", "LA")
@@ -152,18 +153,6 @@ def image_files(root: Path) -> list[SourceFile]:
             if entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".")
         ]
     return sorted(SourceFile(path, status.st_size, status.st_mtime_ns) for path, status in found)
-
-
-def class_order(names: Iterable[str]) -> list[str]:
-    """Sorted names; whole numbers sort by value, so that folder 10 comes after folder 9.
-
-    >>> class_order(["10", "9"]), class_order(["b", "a", "10"])
-    (['9', '10'], ['10', 'a', 'b'])
-    """
-    names = set(names)
-    if all(name.isascii() and name.isdigit() for name in names):
-        return sorted(names, key=lambda name: (int(name), name))
-    return sorted(names)
 
 
 def _rows(path: Path, columns: int) -> list[list[str]]:

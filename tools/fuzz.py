@@ -375,8 +375,8 @@ def _datasets(folder: Path) -> list[Target]:
             for kind, made in pictures.items()
         ),
         Target("images", [pictures["PNG"].getvalue()], _file(folder / "images" / "0" / "9.png", of_images)),
-        Target("csv", csvs, _file(folder / "a.csv", divided(text.read_csv))),
-        Target("csv.gz", [gzip.compress(csvs[0])], _file(folder / "a.csv.gz", divided(text.read_csv)), as_gzip),
+        Target("csv", csvs, _file(folder / "a.csv", divided(text.read_table))),
+        Target("csv.gz", [gzip.compress(csvs[0])], _file(folder / "a.csv.gz", divided(text.read_table)), as_gzip),
         Target("ag news", [titled], _file(folder / "t.csv", divided(lambda p: text.ag_news([p, p])))),
         Target("sst5", [trees], _file(folder / "t.txt", divided(lambda p: text.sst5([p, p])))),
         Target("tokenizer", [made_tokenizer], of_tokenizer, as_json),

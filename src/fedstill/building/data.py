@@ -16,6 +16,7 @@ from fedstill.data import TextSettings, tokens
 from fedstill.data import load as load_dataset
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation, federate
+from fedstill.data.formats.text import Columns
 from fedstill.data.proxy import balanced, check_stands_in, match_channels
 from fedstill.data.sources import is_text
 from fedstill.models import image_size
@@ -29,14 +30,20 @@ def load_data(config: Config, tokenizer: str = "") -> Dataset:
         return made_dataset(config.data)
     if is_text(config.data):
         tokenizer = tokenizer or wanted_tokenizer(config)
-    text = TextSettings(tokenizer, config.vocabulary, config.max_length)
+    text = TextSettings(tokenizer, config.vocabulary, config.max_length, columns=columns_of(config))
     return load_dataset(config.data, config.data_dir or None, wanted_size(config), text=text)
+
+
+def columns_of(config: Config) -> Columns:
+    """What the columns of a table of text are called."""
+    return Columns(config.text_column, config.label_column, config.client_column)
 
 
 def data_source(config: Config) -> tuple[str | int, ...]:
     """What `load_data` depends on."""
+    columns = (config.text_column, config.label_column, config.client_column)
     text = (wanted_tokenizer(config), config.vocabulary, config.max_length) if is_text(config.data) else ()
-    return (config.data, config.data_dir, wanted_size(config), *text)
+    return (config.data, config.data_dir, wanted_size(config), *columns, *text)
 
 
 def wanted_tokenizer(config: Config) -> str:

@@ -51,10 +51,14 @@ class Config(BaseModel):
     # data partition
     data: str = Field(
         "fashion-mini",
-        description="dataset: a name from 'fedstill datasets', a folder, an .npz, a .csv of text, or file.py:function",
+        description="dataset: a name from 'fedstill datasets', a folder, an .npz, a table of text, hf:name, or "
+        "file.py:function",
     )
     data_dir: str = Field("", description="where dataset files are; empty: $FEDSTILL_DATA")
     image_size: int = Field(0, ge=0, description="resize images to this; 0: as the model needs, else as they are")
+    text_column: str = Field("", description="column of the texts of a .csv, .tsv or .jsonl; empty: text")
+    label_column: str = Field("", description="column of their labels; empty: label")
+    client_column: str = Field("", description="column that names the client of each row")
     tokenizer: str = Field(
         "",
         description="of text: a file, folder or hub name, or public text to train one on; empty: the pretrained "

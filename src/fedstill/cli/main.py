@@ -44,7 +44,8 @@ app.add_typer(figures.app, name="figure", rich_help_panel="Look")
 app.add_typer(keys.app, name="keys", rich_help_panel="Many machines")
 app.command(name="cache", rich_help_panel="Look")(cache.cache)
 
-FEDERATION = ("data", "data_dir", "partition", "alpha", "clients", "regions")
+COLUMNS = ("text_column", "label_column", "client_column")
+FEDERATION = ("data", "data_dir", *COLUMNS, "partition", "alpha", "clients", "regions")
 LEARNING = ("participation", "rounds", "epochs", "batch_size", "lr", "model", "seed")
 LOCAL = ("workers", "engine", "device", "eval_every")
 
@@ -96,6 +97,8 @@ Recount = Annotated[
 ]
 OwnDataDir = Annotated[str, typer.Option(help=r"Where dataset files are. \[$FEDSTILL_DATA]")]
 OwnMethod = Annotated[str, typer.Option(help="file.py:Class, where the run's method is no name but a file.")]
+OwnTextColumn = Annotated[str, typer.Option(help=r"Column of the texts of the site's table. \[text]")]
+OwnLabelColumn = Annotated[str, typer.Option(help=r"Column of their labels. \[label]")]
 OwnModel = Annotated[str, typer.Option(help="file.py:function, where the run's network is no name but a file.")]
 OwnPretrained = Annotated[
     str, typer.Option(help="Folder or hub name of the encoder, where the run's network begins with one.")
@@ -177,7 +180,7 @@ def rollback(
 
 
 @app.command(rich_help_panel="Many machines")
-@with_settings("data", "data_dir", *LEARNING, "device", "eval_every")
+@with_settings("data", "data_dir", *COLUMNS, *LEARNING, "device", "eval_every")
 def serve(
     method: Annotated[str, typer.Argument(help="A method from 'fedstill methods', or a config.toml.")],
     keys: Annotated[Path, typer.Option(help="The directory with the server's certificate and the sites' public keys.")],
@@ -255,6 +258,8 @@ def join(
         typer.Option(help=r"The site's data: a folder, an .npz, a .csv or file.py:function. \[its share of the run's]"),
     ] = "",
     data_dir: OwnDataDir = "",
+    text_column: OwnTextColumn = "",
+    label_column: OwnLabelColumn = "",
     method: OwnMethod = "",
     model: OwnModel = "",
     pretrained: OwnPretrained = "",
@@ -282,6 +287,7 @@ def join(
         server, key=key, ca=ca, directory=directory, insecure=insecure, policy=agreed,
         ask=ask if on_terminal() else None,
         data=data, data_dir=data_dir, method=method, model=model, pretrained=pretrained, device=device,
+        text_column=text_column, label_column=label_column,
     )  # fmt: skip
 
 
@@ -419,7 +425,7 @@ def samples(
 
 
 @app.command(rich_help_panel="Look")
-@with_settings("data", "data_dir", "model")
+@with_settings("data", "data_dir", *COLUMNS, "model")
 def methods(
     settings: Settings,
     method: Annotated[str | None, typer.Argument(help="Show this one's settings.")] = None,
@@ -436,7 +442,7 @@ def datasets(data_dir: DataDir = None) -> None:
 
 
 @app.command(rich_help_panel="Look")
-@with_settings("data", "data_dir", "partition", "alpha", "clients", "seed")
+@with_settings("data", "data_dir", *COLUMNS, "partition", "alpha", "clients", "seed")
 def partition(
     settings: Settings,
     out: Annotated[Path, typer.Option(help="The picture: PNG, SVG or PDF.")] = Path("partition.png"),

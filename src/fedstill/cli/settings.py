@@ -15,7 +15,10 @@ from fedstill.building.schema import Config
 Settings = dict[str, Any]  # the settings that were given as flags, by name
 PARTITION, TRAINING, RUNNING = "Data partition", "Training", "Running"  # panels of the help
 _PANELS = {
-    PARTITION: ("data", "data_dir", "partition", "alpha", "clients", "regions"),
+    PARTITION: (
+        *("data", "data_dir", "text_column", "label_column", "client_column"),
+        *("partition", "alpha", "clients", "regions"),
+    ),
     TRAINING: ("rounds", "participation", "epochs", "batch_size", "lr", "model"),
 }
 _PARAMETER = "settings"

@@ -16,13 +16,13 @@ from fedstill.data.dataset import Dataset
 from fedstill.data.download import Download, Progress
 from fedstill.data.formats import arrays, cifar, idx, images, mat, text
 from fedstill.data.formats.decoded import Decoded, SourceFile, finish, source_file, to_dataset
-from fedstill.data.formats.text import Corpus
+from fedstill.data.formats.text import Columns, Corpus
 from fedstill.data.tokens import TextSettings
 
 EMBEDDED = Path(__file__).parent / "embedded" / "fashion-mini.npz"
 EMBEDDED_TEXT = tuple(EMBEDDED.with_name(f"glosses-mini-{part}.csv.gz") for part in ("train", "test"))
 
-_TEXT_VERSION = 2  # of how texts are divided and encoded
+_TEXT_VERSION = 3  # of how texts are divided and encoded
 
 Decode = Callable[[tuple[Path, ...], int], Decoded]  # found paths, image size (0: as stored)
 
@@ -163,7 +163,7 @@ def _load_named(source: Source, folder: Path, image_size: int, progress: Progres
 
 
 def _load_text(name: str, folder: Path, settings: TextSettings, progress: Progress | None) -> Dataset:
-    paths, read = _corpus(name, folder, progress, labelled=settings.labelled)
+    paths, read = _corpus(name, folder, progress, labelled=settings.labelled, columns=settings.columns)
     tokenizer = _tokenizer(settings, paths, folder, progress)
 
     def build() -> Decoded:
@@ -178,8 +178,10 @@ def _load_text(name: str, folder: Path, settings: TextSettings, progress: Progre
     if name == "glosses-mini":
         return to_dataset(build(), name)
     is_file = text.is_table(name)
-    key = (_TEXT_VERSION, tokenizer or settings.vocabulary, settings.max_length, settings.labelled)
-    decoded = cached("csv" if is_file else name, key, _root(paths), [source_file(path) for path in paths], build)
+    key = (_TEXT_VERSION, tokenizer or settings.vocabulary, settings.max_length, settings.labelled, settings.columns)
+    decoded = cached(
+        "table of text" if is_file else name, key, _root(paths), [source_file(path) for path in paths], build
+    )
     return to_dataset(decoded, paths[0].name.split(".")[0] if is_file else _counted(name, decoded))
 
 
@@ -196,7 +198,12 @@ def _counted(name: str, decoded: Decoded) -> str:
 
 
 def _corpus(
-    name: str, folder: Path, progress: Progress | None, *, labelled: bool = True
+    name: str,
+    folder: Path,
+    progress: Progress | None,
+    *,
+    labelled: bool = True,
+    columns: Columns | None = None,
 ) -> tuple[tuple[Path, ...], Callable[[], Corpus]]:
     """The files that a name of text stands for, and what reads them."""
     if name == "glosses-mini":
@@ -205,7 +212,7 @@ def _corpus(
         path = Path(name).expanduser()
         if not path.is_file():
             raise DataError(f"there is no file {path}")
-        return (path,), lambda: text.read_csv(path, labelled=labelled)
+        return (path,), lambda: text.read_table(path, columns, labelled=labelled)
     source = SOURCES[name]
     paths, read = _find(source, folder) or _obtain(source, folder, progress), source.texts
     assert read is not None
@@ -218,7 +225,7 @@ def _tokenizer(settings: TextSettings, data: tuple[Path, ...], folder: Path, pro
     if not named or named.startswith("{"):
         return named
     if is_text(named):
-        paths, read = _corpus(named, folder, progress, labelled=False)
+        paths, read = _corpus(named, folder, progress, labelled=False, columns=settings.columns)
         if [path.resolve() for path in paths] == [path.resolve() for path in data]:
             return ""
         return tokens.trained(read().texts, settings.vocabulary)

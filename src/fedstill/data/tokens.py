@@ -17,6 +17,7 @@ from fedstill.core.choices import SMALLEST_VOCABULARY
 from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.data import download
 from fedstill.data.formats.decoded import Array
+from fedstill.data.formats.text import Columns
 
 PADDING = {"[PAD]", "<pad>", "<PAD>"}  # what token 0 may be called
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # what a name on the hub may look like
@@ -32,13 +33,14 @@ class TextSettings:
     empty, one is trained on the training texts: of use for published data, but what is in a tokenizer's vocabulary
     was in somebody's text, so where clients' texts are their own, name one.
 
-    Not `labelled`: a CSV file is texts alone, and none of them is held out.
+    Not `labelled`: a table is texts alone, and none of them is held out.
     """
 
     tokenizer: str = ""
     vocabulary: int = 8000  # tokens of a tokenizer that is trained, at most
     max_length: int = 128  # tokens that a text is cut to
     labelled: bool = True
+    columns: Columns = Columns()  # of a table
 
 
 def trained(texts: Sequence[str], vocabulary: int) -> str:

@@ -84,7 +84,7 @@ def test_labels_that_are_no_classes_are_refused_in_one_line(y: Any, message: str
 
 def test_a_label_of_its_own_for_nearly_every_sample_is_taken_for_an_identifier() -> None:
     x = np.zeros((400, 2), np.float32)
-    with pytest.raises(DataError, match="400 different labels for 400 samples, such as '0'.*classification only"):
+    with pytest.raises(DataError, match=r"400 different labels for 400 samples, such as '0'.*classification only"):
         from_arrays(x, np.arange(400))
     assert len(from_arrays(x, np.arange(400) % 200).classes) == 200
 

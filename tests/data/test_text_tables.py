@@ -113,7 +113,7 @@ def test_columns_are_found_by_the_names_that_are_given(tmp_path: Path) -> None:
     assert corpus.client is not None
     assert corpus.client.tolist() == ["north", "south"]
     assert read_table(tmp_path / "a.csv", Columns("body", "STARS")).texts == ["this", "that"]
-    with pytest.raises(DataError, match="no column 'ward'; .* has Text, label, Body, stars, site; .*--client-column"):
+    with pytest.raises(DataError, match=r"no column 'ward'; .* has Text, label, Body, stars, site; .*--client-column"):
         read_table(tmp_path / "a.csv", Columns("Body", "stars", "ward"))
 
 

@@ -22,6 +22,7 @@ from fedstill.data.formats.labels import numbered
 from fedstill.data.partition import IntArray, check_setting, long_tail, random_ranks, subsample
 
 Array = npt.NDArray[Any] | Tensor
+Labels = Array | Sequence[str] | Sequence[int]
 
 
 LOCAL_TESTS = ("split", "matched", "shared")
@@ -165,8 +166,8 @@ def federate(
 
 
 def from_clients(
-    clients: Sequence[tuple[Array, Array]],
-    test: tuple[Array, Array] | None = None,
+    clients: Sequence[tuple[Array, Labels]],
+    test: tuple[Array, Labels] | None = None,
     *,
     classes: Sequence[str] = (),
     names: Sequence[str] = (),
@@ -175,7 +176,7 @@ def from_clients(
     dataset_name: str = "clients",
     mean: tuple[float, ...] = (),
     std: tuple[float, ...] = (),
-    pool: tuple[Array, Array] | None = None,
+    pool: tuple[Array, Labels] | None = None,
 ) -> Federation:
     """A federation of clients given as (samples, labels) each, with an optional global test set.
 
@@ -189,31 +190,34 @@ def from_clients(
         raise DataError("there are no clients; give a (samples, labels) pair for each")
     if names and len(names) != len(clients):
         raise DataError(f"{len(names)} names were given for {len(clients)} clients; give one for each")
+    if doubled := next((name for name in names if list(names).count(name) > 1), None):
+        raise DataError(f"two clients are called {doubled!r}; give each a name of its own")
     called = [f"client {name}" for name in names or range(len(clients))]
-    pairs = [_pair(name, *pair) for name, pair in zip(called, _pairs(clients), strict=True)]
-    for name, (x, y) in zip(called, pairs, strict=True):
-        if not len(y):
+    parts = {name: _pair(name, *pair) for name, pair in zip(called, _pairs(clients), strict=True)}
+    for name, (x, labels) in parts.items():
+        if not len(labels):
             raise DataError(f"{name} has no samples; leave it out")
-        if x.shape[1:] != pairs[0][0].shape[1:]:
+        if x.shape[1:] != parts[called[0]][0].shape[1:]:
             raise DataError(
                 f"samples of {name} have shape {tuple(x.shape[1:])}, those of {called[0]} "
-                f"{tuple(pairs[0][0].shape[1:])}; all must have the same shape"
+                f"{tuple(parts[called[0]][0].shape[1:])}; all must have the same shape"
             )
-    x = torch.cat([x for x, _ in pairs])
-    test_x, test_y = (x[:0], None) if test is None else _pair("the test set", *test)
-    pool_x, pool_y = (x[:0], None) if pool is None else _pair("the pool", *pool)
-    held = dict(zip(called, (y for _, y in pairs), strict=True))
-    others = {name: y for name, y in (("the test set", test_y), ("the pool", pool_y)) if y is not None}
-    numbers, class_names = numbered(
-        {f"labels of {name}": y for name, y in (held | others).items()}, classes or None, dataset_name
-    )
-    of = {name: torch.from_numpy(numbers[f"labels of {name}"]) for name in held | others}
-    none = torch.zeros(0, dtype=torch.int64)
-    y, test_y, pool_y = torch.cat([of[name] for name in held]), of.get("the test set", none), of.get("the pool", none)
-    owner = torch.repeat_interleave(torch.tensor([len(own) for own in held.values()] + [len(pool_y)]))
-    owner[len(y) :] = -1
-    pooled = np.arange(len(y), len(owner))
-    x, y = torch.cat([x, pool_x]), torch.cat([y, pool_y])
+    extra = {"the test set": test, "the pool": pool}
+    parts |= {name: _pair(name, *pair) for name, pair in extra.items() if pair is not None}
+    prefix = "labels of "
+    numbers, class_names = numbered({prefix + name: y for name, (_, y) in parts.items()}, classes or None, dataset_name)
+
+    def joined(*names: str) -> tuple[Tensor, Tensor]:
+        """Samples and labels of these parts, one after the other; nothing of those that are not there."""
+        there = [name for name in names if name in parts]
+        x = torch.cat([parts[called[0]][0][:0], *(parts[name][0] for name in there)])
+        return x, torch.from_numpy(np.concatenate([*(numbers[prefix + name] for name in there), np.zeros(0, np.int64)]))
+
+    (x, y), (test_x, test_y) = joined(*called, "the pool"), joined("the test set")
+    sizes = [len(parts[name][1]) for name in called]
+    owner = torch.full((len(y),), -1)
+    owner[: sum(sizes)] = torch.repeat_interleave(torch.tensor(sizes))
+    pooled = np.arange(sum(sizes), len(y))
     dataset = Dataset(
         name=dataset_name,
         train=Split(_channels_last(x), y, owner),
@@ -332,7 +336,7 @@ def _pairs(clients: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
         yield client[0], client[1]
 
 
-def _pair(whose: str, x: Array, y: Array) -> tuple[Tensor, IntArray]:
+def _pair(whose: str, x: Any, y: Any) -> tuple[Tensor, npt.NDArray[Any]]:
     """Samples as a tensor and labels as they are, checked."""
     samples, labels = torch.as_tensor(x), as_array(y)
     if samples.dtype == torch.uint8:

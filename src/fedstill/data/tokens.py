@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class TextSettings:
     vocabulary: int = 8000  # tokens of a tokenizer that is trained, at most
     max_length: int = 128  # tokens that a text is cut to
     labelled: bool = True
-    columns: Columns = Columns()  # of a table
+    columns: Columns = field(default_factory=Columns)  # of a table
 
 
 def trained(texts: Sequence[str], vocabulary: int) -> str:

@@ -180,8 +180,9 @@ def _clients(arrays: dict[str, Array], where: str) -> tuple[dict[str, Array], tu
 def as_array(value: Any) -> Array:
     """An array of an array, a tensor or a list."""
     if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        return (value.float() if value.is_floating_point() else value).numpy()  # NumPy has no bfloat16
+        tensor = value.detach().cpu()
+        found: Array = (tensor.float() if tensor.is_floating_point() else tensor).numpy()  # NumPy has no bfloat16
+        return found
     return np.asarray(value)
 
 

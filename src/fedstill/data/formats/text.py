@@ -265,8 +265,9 @@ def _numbers(path: Path, labels: list[int]) -> Array:
 def _rows(path: Path, separator: str = ",", *, quoted: bool = True) -> Iterator[tuple[int, list[str]]]:
     """Rows of a CSV file with the lines they begin in, empty ones left out."""
     csv.field_size_limit(LONGEST)
-    quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
-    reader, line = csv.reader(lines(path), delimiter=separator, quoting=quoting, strict=quoted), 1
+    reader, line = csv.reader(lines(path), delimiter=separator, strict=True), 1
+    if not quoted:
+        reader = csv.reader(lines(path), delimiter=separator, quoting=csv.QUOTE_NONE)
     try:
         for row in reader:
             if row:

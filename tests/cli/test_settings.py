@@ -16,6 +16,7 @@ from fedstill.cli.main import app
 from fedstill.cli.settings import help_text
 from fedstill.core.errors import SettingError
 from fedstill.data import partition
+from fedstill.data.sources import Glance
 from fedstill.methods import registry
 from fedstill.methods.lkd import F2L
 from fedstill.models import names as model_names
@@ -84,6 +85,6 @@ def test_a_method_says_how_many_regions_it_wants() -> None:
 
 
 def test_settings_of_text_hold_for_data_without_a_name_too() -> None:
-    config = resolve({"data": "<Dataset>"}, text=True)
+    config = resolve({"data": "<Dataset>"}, data=Glance("text"))
     assert (config.model, config.optimizer, config.lr) == ("transformer", *TEXT_TRAINING.values())
-    assert resolve({"data": "<Dataset>", "lr": 0.1}, text=True).optimizer == "sgd"
+    assert resolve({"data": "<Dataset>", "lr": 0.1}, data=Glance("text")).optimizer == "sgd"

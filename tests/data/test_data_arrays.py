@@ -14,6 +14,7 @@ from PIL import Image
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import TensorDataset
 
+import fedstill
 from fedstill.core.errors import DataError, SettingError
 from fedstill.data import from_arrays, from_torch, load
 from fedstill.data.formats.decoded import Array
@@ -74,10 +75,26 @@ def test_floats_are_used_as_they_are(tmp_path: Path) -> None:
     assert data.mean == ()
 
 
-def test_two_axes_of_integers_are_tokens_and_of_bytes_are_numbers() -> None:
-    tokens = np.arange(50).reshape(10, 5)
-    assert from_arrays(tokens, LABELS, tokens, LABELS).train.x.dtype == torch.int64
-    assert from_arrays(tokens.astype(np.uint8), LABELS).train.x.dtype == torch.float32
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.int8, np.uint32])
+def test_two_axes_of_integers_are_features_unless_they_are_said_to_be_tokens(kind: Any) -> None:
+    numbers = np.arange(50, dtype=kind).reshape(10, 5)
+    assert from_arrays(numbers, LABELS).train.x.dtype == torch.float32
+    assert from_arrays(numbers, LABELS).vocabulary == 0
+    assert from_arrays(numbers, LABELS, numbers, LABELS, tokens=True).train.x.dtype == torch.int64
+    with pytest.raises(DataError, match="tokens are whole numbers of two axes"):
+        from_arrays(np.zeros((10, 3)), LABELS, tokens=True)
+
+
+def test_rows_of_numbers_get_a_multilayer_perceptron_without_naming_one(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for x in (rng.normal(size=(40, 3)), rng.integers(0, 9, (40, 3))):
+        settings: dict[str, Any] = {"clients": 2, "partition": "iid", "rounds": 1, "epochs": 1, "engine": "inline"}
+        run = fedstill.run(data=from_arrays(x, np.arange(40) % 2), out=tmp_path / str(x.dtype), **settings)
+        np.savez(tmp_path / f"{x.dtype}.npz", x=x, y=np.arange(40) % 2)
+        named = fedstill.run(data=str(tmp_path / f"{x.dtype}.npz"), out=tmp_path / f"named-{x.dtype}", **settings)
+        for each in (run, named):
+            assert each.path is not None
+            assert 'model = "mlp"' in (each.path / "config.toml").read_text()
 
 
 def test_labels_are_numbered_in_order_and_name_their_classes() -> None:

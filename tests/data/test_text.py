@@ -424,7 +424,7 @@ def test_networks_and_data_that_do_not_fit_are_refused(mini: Dataset, encoder: P
 
 
 def test_numbers_of_tokens_that_users_bring_are_text_too() -> None:
-    data = from_arrays(np.random.default_rng(0).integers(0, 50, (40, 6)), np.arange(40) % 2)
+    data = from_arrays(np.random.default_rng(0).integers(0, 50, (40, 6)), np.arange(40) % 2, tokens=True)
     assert data.vocabulary == 50
     assert fedstill.run(data=data, **TINY | {"fraction": 1.0}).summary["rounds"] == 2
     assert from_arrays(np.zeros((10, 6), np.float32), np.arange(10) % 2).vocabulary == 0

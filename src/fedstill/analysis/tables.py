@@ -72,7 +72,7 @@ def comparison_table(rows: Sequence[Row], *, seeds: int) -> TextTable:
 
 def cost_table(rows: Sequence[Row], *, seeds: int) -> TextTable:
     """What each method cost, and by how much it exceeds the first."""
-    target = rows[0].cells[0].config.target
+    target = rows[0].cells[0].config.target_accuracy
     difference = f"final accuracy over {rows[0].name}"
     goal = [f"{what} to {100 * target:g} %" for what in ("rounds", "MB", "s")] if target else []
     shown = TextTable(

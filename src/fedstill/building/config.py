@@ -15,6 +15,8 @@ from fedstill.building.schema import (
     CHANGEABLE,
     DIVISION,
     IRRELEVANT,
+    ROW_MODEL,
+    TABLE_TRAINING,
     TEXT_MODEL,
     TEXT_TRAINING,
     Config,
@@ -24,6 +26,7 @@ from fedstill.building.schema import (
 from fedstill.core import custom, device
 from fedstill.core.errors import SettingError, unknown
 from fedstill.data import augment, sources
+from fedstill.data.sources import Glance
 from fedstill.methods import registry
 
 __all__ = [
@@ -73,12 +76,12 @@ def _anchored(reference: str) -> str:
 
 
 def resolve(
-    *layers: Mapping[str, Any], custom_method: bool = False, text: bool = False, default_regions: int = 1
+    *layers: Mapping[str, Any], custom_method: bool = False, data: Glance | None = None, default_regions: int = 1
 ) -> Config:
     """One complete configuration from several partial ones, the later ones first in rank.
 
     A name that is not a setting of the run is taken for one of the method's own, wherever it stands. Where data or
-    method are objects, no name tells whether they are `text`, or what its `default_regions` are.
+    method are objects, no name tells what the `data` are, or what its `default_regions` are.
     """
     merged: dict[str, Any] = {}
     tables: dict[str, dict[str, Any]] = {"hyper": {}, "model_options": {}}
@@ -96,7 +99,7 @@ def resolve(
     if not isinstance(method, str):
         raise SettingError(f"method = {method!r}: the name of a method is needed")
     by_name = not custom_method and not is_object(method)
-    _fill_dependent(merged, method, text, None if by_name else default_regions)
+    _fill_dependent(merged, method, data, None if by_name else default_regions)
     merged |= tables
     if by_name:
         own, hyper = [p.name for p in registry.hyper_parameters(method)], registry.with_new_names(method, hyper)
@@ -113,19 +116,36 @@ def resolve(
     return config
 
 
-def _fill_dependent(merged: dict[str, Any], method: str, text: bool, default_regions: int | None) -> None:
-    """Fill in the defaults that depend on other settings."""
+def _fill_dependent(merged: dict[str, Any], method: str, data: Glance | None, default_regions: int | None) -> None:
+    """Fill in the defaults that depend on other settings, and on the data."""
+    if not {"partition", "model", "lr", "optimizer"} <= merged.keys():
+        words = [str(merged.get(name, "")) for name in ("data", "target", "client_column")]
+        about = data or sources.glance(*words)
+        if about.owners:
+            _use_owners(merged)
+        models = {"text": TEXT_MODEL, "table": ROW_MODEL, "rows": ROW_MODEL}
+        if about.kind in models:
+            merged.setdefault("model", models[about.kind])
+        training = {"text": TEXT_TRAINING, "table": TABLE_TRAINING}.get(about.kind, {})
+        if not training.keys() & merged.keys():
+            merged |= training
     if merged.get("partition") == "natural":
         merged.setdefault("clients", 0)
-    if text or sources.is_text(str(merged.get("data", ""))):
-        merged.setdefault("model", TEXT_MODEL)
-        if not TEXT_TRAINING.keys() & merged.keys():
-            merged |= TEXT_TRAINING
     if "region" in merged:
         merged["region"] = _regions(merged["region"], method)
         merged.setdefault("regions", len(merged["region"]) or 1)
     else:
         merged.setdefault("regions", default_regions or registry.default_regions(registry.find(method)))
+
+
+def _use_owners(merged: dict[str, Any]) -> None:
+    """Data that name their clients are used as they are, unless a partition is named."""
+    if "partition" not in merged and merged.get("clients", 0) != 0:
+        raise SettingError(
+            f"clients = {merged['clients']!r}: the data name their clients; leave clients out to use them as they are, "
+            "set partition=natural for so many of them, or partition=dirichlet (or another) to deal the samples anew"
+        )
+    merged.setdefault("partition", "natural")
 
 
 def _regions(tables: Any, method: str) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,125 @@ from torch import Tensor
 from fedstill.building.config import Config, is_object
 from fedstill.core import custom
 from fedstill.core.errors import SettingError
-from fedstill.data import TextSettings, tokens
+from fedstill.data import TableSettings, TextSettings, tokens
 from fedstill.data import load as load_dataset
-from fedstill.data.dataset import Dataset, sized
+from fedstill.data.dataset import Dataset, Split, sized
 from fedstill.data.federation import Federation, federate
+from fedstill.data.formats.table import read as read_table
 from fedstill.data.formats.text import Columns
+from fedstill.data.preprocessing import Column, TablePreprocessing
 from fedstill.data.proxy import balanced, check_stands_in, match_channels
-from fedstill.data.sources import is_text
+from fedstill.data.sources import glance, is_table, is_text
+from fedstill.data.statistics import ColumnSums, client_sums, constant, merged, with_table
 from fedstill.models import image_size
 from fedstill.models.pretrained import DISTILBERT, has_learnt
 from fedstill.train.task import Samples
 
 
-def load_data(config: Config, tokenizer: str = "") -> Dataset:
-    """The dataset that the configuration names, images at the size that the model needs, text in a model's tokens."""
+def load_data(config: Config, tokenizer: str = "", table: TablePreprocessing | None = None) -> Dataset:
+    """The dataset that the configuration names, images at the size that the model needs, text in a model's tokens.
+
+    Of a `table` the columns are known already: at a site, those of the run.
+    """
     if custom.is_reference(config.data):
         return made_dataset(config.data)
+    if is_table(config.data, config.target):
+        return load_dataset(config.data, table=table_settings(config, table))
+    _check_no_table(config)
+    if not config.data:
+        return _described(config)
     if is_text(config.data):
         tokenizer = tokenizer or wanted_tokenizer(config)
     text = TextSettings(tokenizer, config.vocabulary, config.max_length, columns=columns_of(config))
-    return load_dataset(config.data, config.data_dir or None, wanted_size(config), text=text)
+    size = config.image_size if glance(config.data).kind == "rows" else wanted_size(config)
+    return load_dataset(config.data, config.data_dir or None, size, text=text)
+
+
+def table_settings(config: Config, table: TablePreprocessing | None = None) -> TableSettings:
+    """What the settings say of a table's columns, or what is known of them already."""
+    columns = declared(config).columns if table is None and config.columns else table.columns if table else ()
+    return TableSettings(
+        target=config.target,
+        client=config.client_column,
+        split=config.split_column,
+        categorical=tuple(config.categorical_columns),
+        drop=tuple(config.drop_columns),
+        columns=columns,
+        classes=tuple(config.classes),
+    )
+
+
+def declared(config: Config) -> TablePreprocessing:
+    """The columns as the settings declare them; what they do not say is 0, 1, no, or no category."""
+    if len({column.name for column in config.columns}) < len(config.columns):
+        raise SettingError("columns: two of them have the same name")
+    columns = [
+        Column(
+            name=column.name,
+            categories=None if column.categories is None else tuple(column.categories),
+            mean=column.mean or 0.0,
+            std=column.std or 1.0,
+            missing=bool(column.missing),
+        )
+        for column in config.columns
+    ]
+    return TablePreprocessing(columns=tuple(columns))
+
+
+def is_declared(config: Config) -> bool:
+    """Whether the settings say everything of a table's columns, so that nothing has to be found from rows."""
+    return bool(config.columns) and all(column.complete for column in config.columns)
+
+
+def settled(config: Config, table: TablePreprocessing, owners: Sequence[ColumnSums]) -> TablePreprocessing:
+    """The preprocessing of a table: what the settings declare, and else what the owners' rows have together."""
+    if is_declared(config):
+        return declared(config)
+    found = {column.name: column for column in merged(table, owners).columns}
+    for own in config.columns:
+        if own.name not in found:
+            raise SettingError(f"columns: the data have no column {own.name!r}")
+        given = own.model_dump(exclude_none=True)
+        if categories := given.pop("categories", None):
+            given["categories"] = tuple(categories)
+        found[own.name] = found[own.name].model_copy(update=given)
+    return TablePreprocessing(columns=tuple(found.values()))
+
+
+def standardise(config: Config, federation: Federation) -> tuple[Federation, list[str]]:
+    """A federation of rows of a table, with the preprocessing that its clients' training samples give; and warnings."""
+    if federation.dataset.table is None:
+        return federation, []
+    owners = [] if is_declared(config) else client_sums(federation)
+    table = settled(config, federation.dataset.table, owners)
+    same = [f"column {name!r} is the same in all training samples" for name in constant(table, owners) if owners]
+    return replace(federation, dataset=with_table(federation.dataset, table)), same
+
+
+def _described(config: Config) -> Dataset:
+    """What a server without data knows of the sites' tables: their columns and classes, and no row."""
+    if not config.columns or len(config.classes) < 2:
+        raise SettingError(
+            "data is empty: name a dataset or a file; a server without data needs columns and classes instead, as "
+            "'fedstill columns' writes them"
+        )
+    if config.pool:
+        raise SettingError(f"pool = {config.pool:g}: the server has no data to take it from")
+    table = declared(config)
+    rows = Split(torch.zeros(2, len(table.columns), dtype=torch.float64), torch.tensor([0, 1]))  # in name only
+    return Dataset("table", rows, Split(rows.x[:0], rows.y[:0]), tuple(config.classes), table=table)
+
+
+def _check_no_table(config: Config) -> None:
+    """Refuse settings of a table where the data are something else."""
+    names = ("target", "client_column", "split_column", "categorical_columns", "drop_columns")
+    for name in (*names, *(("columns", "classes") if config.data else ())):
+        if (value := getattr(config, name)) and (config.data or name not in ("target", "client_column")):
+            hint = "; for an accuracy to reach, set target_accuracy" if name == "target" else ""
+            raise SettingError(
+                f"{name} = {value if name != 'columns' else '…'!r} is for tables (.csv, .tsv or .parquet files with a "
+                f"target), and the data are {config.data!r}{hint}"
+            )
 
 
 def columns_of(config: Config) -> Columns:
@@ -41,6 +141,8 @@ def columns_of(config: Config) -> Columns:
 
 def data_source(config: Config) -> tuple[str | int, ...]:
     """What `load_data` depends on."""
+    if is_table(config.data, config.target):
+        return (config.data, repr(table_settings(config)))
     columns = (config.text_column, config.label_column, config.client_column)
     text = (wanted_tokenizer(config), config.vocabulary, config.max_length) if is_text(config.data) else ()
     return (config.data, config.data_dir, wanted_size(config), *columns, *text)
@@ -148,6 +250,9 @@ def load_proxy(config: Config, given: Dataset | None, target: Dataset) -> Datase
         raise SettingError(
             f"proxy = {config.proxy!r} is what the clients hold; for a part of it, set pool and proxy=pool"
         )
+    if target.table is not None:
+        rows = read_table(Path(config.proxy).expanduser(), TableSettings(columns=target.table.columns, labelled=False))
+        return with_table(rows, target.table)
     # Text in the target's tokens.
     text = TextSettings(target.tokenizer, config.vocabulary, target.shape[-1], labelled=False)
     return load_dataset(config.proxy, config.data_dir or None, size, text=text)

@@ -10,7 +10,7 @@ import torch
 
 from fedstill.attacks.attack import Attack, plan
 from fedstill.building.config import Config
-from fedstill.building.data import data_notes, divide, encoder_of, load_data, wanted_size
+from fedstill.building.data import data_notes, divide, encoder_of, load_data, standardise, wanted_size
 from fedstill.building.task import Network, make_task
 from fedstill.building.topology import (
     Hierarchy,
@@ -63,19 +63,24 @@ def prepare(
     JSON, stands in for the one that is named.
     """
     method = registry.make(config.method, config.hyper) if method is None else registry.checked(method)
+    notes: list[str] = []
     if isinstance(data, Federation):
         federation = data
     else:
+        if data is None and not config.data and not elsewhere:
+            raise SettingError("data is empty: name a dataset or a file (--data)")
         found = load_data(config, tokenizer) if data is None else sized(data, wanted_size(config))
         federation = divide(config, found)
+    if not elsewhere:
+        federation, notes = standardise(config, federation)
     task = make_task(config, federation, method, model, proxy)
     (method if config.flat else method.regional()).check(task)
     check_labels(config.method, method, federation)
     hierarchy = arrange(config, task, federation, method)
     check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
     attack = attack_of(config, federation, hierarchy)
-    notes = (*_warnings(config, task), *(() if elsewhere else _untrained(federation)))
-    return Setup(config, task, federation, method, hierarchy, attack, warnings=notes)
+    found = (*notes, *_warnings(config, task), *(() if elsewhere else _untrained(federation)))
+    return Setup(config, task, federation, method, hierarchy, attack, warnings=found)
 
 
 def _warnings(config: Config, task: Task) -> Iterator[str]:

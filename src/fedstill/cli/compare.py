@@ -19,7 +19,7 @@ from fedstill.studies.comparison import combinations, grid
 _NOT_SWEPT = {
     "seed": "--seeds N compares on N seeds",
     "method": "name the methods one after the other",
-    "target": "compare once for each",
+    "target_accuracy": "compare once for each",
 }
 
 

@@ -44,7 +44,7 @@ app.add_typer(figures.app, name="figure", rich_help_panel="Look")
 app.add_typer(keys.app, name="keys", rich_help_panel="Many machines")
 app.command(name="cache", rich_help_panel="Look")(cache.cache)
 
-COLUMNS = ("text_column", "label_column", "client_column")
+COLUMNS = ("target", "text_column", "label_column", "client_column")
 FEDERATION = ("data", "data_dir", *COLUMNS, "partition", "alpha", "clients", "regions")
 LEARNING = ("participation", "rounds", "epochs", "batch_size", "lr", "model", "seed")
 LOCAL = ("workers", "engine", "device", "eval_every")
@@ -130,7 +130,7 @@ def run(
 
 
 @app.command(rich_help_panel="Train")
-@with_settings(*FEDERATION, *LEARNING, *LOCAL, "target")
+@with_settings(*FEDERATION, *LEARNING, *LOCAL, "target_accuracy")
 def compare(
     methods: Annotated[list[str], typer.Argument(help="Methods from 'fedstill methods', or file.py:Class.")],
     settings: Settings,
@@ -145,7 +145,7 @@ def compare(
 
     \b
     fedstill compare fedavg fedprox --alpha 0.1
-    fedstill compare fedavg fedgkd fedkf --seeds 5 --sweep alpha=0.05,0.1,1 --target 0.7
+    fedstill compare fedavg fedgkd fedkf --seeds 5 --sweep alpha=0.05,0.1,1 --target-accuracy 0.7
 
     A --set that only some of the methods know goes to those. Interrupted, the same command goes on.
     """

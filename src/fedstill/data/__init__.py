@@ -2,7 +2,20 @@
 
 from fedstill.data.dataset import Dataset, Split
 from fedstill.data.formats.arrays import from_arrays, from_torch
+from fedstill.data.formats.table import TableSettings, from_frame
 from fedstill.data.sources import Description, describe, load, names
 from fedstill.data.tokens import TextSettings
 
-__all__ = ["Dataset", "Description", "Split", "TextSettings", "describe", "from_arrays", "from_torch", "load", "names"]
+__all__ = [
+    "Dataset",
+    "Description",
+    "Split",
+    "TableSettings",
+    "TextSettings",
+    "describe",
+    "from_arrays",
+    "from_frame",
+    "from_torch",
+    "load",
+    "names",
+]

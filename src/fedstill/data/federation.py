@@ -343,6 +343,8 @@ def _pair(whose: str, x: Any, y: Any) -> tuple[Tensor, npt.NDArray[Any]]:
         raise DataError(
             f"samples of {whose} are raw bytes; scale them to floats, or let fedstill.from_arrays(x, y, client=…) do it"
         )
+    if not samples.is_floating_point() and samples.dim() == 2:
+        samples = samples.float()  # features; tokens come from fedstill.from_arrays(…, tokens=True)
     if samples.is_floating_point():
         check_finite(samples.numpy(), f"samples of {whose}")
     if labels.ndim != 1 or len(samples) != len(labels):

@@ -8,20 +8,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from fedstill.core.errors import DataError, SettingError, unknown
 from fedstill.data import download, tokens
 from fedstill.data.cache import cached
 from fedstill.data.dataset import Dataset
 from fedstill.data.download import Download, Progress
-from fedstill.data.formats import arrays, cifar, idx, images, mat, text
+from fedstill.data.formats import arrays, cifar, idx, images, mat, table, text
 from fedstill.data.formats.decoded import Decoded, SourceFile, finish, source_file, to_dataset
+from fedstill.data.formats.table import TableSettings
+from fedstill.data.formats.table import read as read_table
 from fedstill.data.formats.text import Columns, Corpus
 from fedstill.data.tokens import TextSettings
 
 EMBEDDED = Path(__file__).parent / "embedded" / "fashion-mini.npz"
 EMBEDDED_TEXT = tuple(EMBEDDED.with_name(f"glosses-mini-{part}.csv.gz") for part in ("train", "test"))
 
+_ARRAYS_VERSION = 3  # of what arrays are recognised as
 _TEXT_VERSION = 3  # of how texts are divided and encoded
 
 Decode = Callable[[tuple[Path, ...], int], Decoded]  # found paths, image size (0: as stored)
@@ -79,6 +83,56 @@ def is_text(name: str) -> bool:
     return name in SOURCES and SOURCES[name].texts is not None
 
 
+def is_table(name: str, target: str = "") -> bool:
+    """Whether a name stands for a table: a file of that kind, with a target column named if it could be text.
+
+    >>> is_table("patients.csv", "outcome"), is_table("reviews.csv"), is_table("patients.parquet")
+    (True, False, True)
+    """
+    return table.is_table(name) and (bool(target) or name.lower().endswith(".parquet"))
+
+
+Kind = Literal["images", "text", "table", "rows"]  # rows: arrays whose samples have one axis
+
+
+@dataclass(frozen=True)
+class Glance:
+    """What can be known of data before they are read."""
+
+    kind: Kind = "images"
+    owners: bool = False  # whether they say who owns a sample
+
+    @staticmethod
+    def of(dataset: Dataset) -> Glance:
+        kind: Kind = "table" if dataset.table else "text" if dataset.vocabulary else "images"
+        if kind == "images" and len(dataset.shape) == 1:
+            kind = "rows"
+        return Glance(kind, owners=dataset.train.client is not None)
+
+
+def glance(name: str, target: str = "", client_column: str = "") -> Glance:
+    """What a name or a path says of its data; what cannot be read is found out when it is loaded.
+
+    >>> glance("mnist"), glance("ag-news")
+    (Glance(kind='images', owners=False), Glance(kind='text', owners=False))
+    """
+    path = Path(name).expanduser()
+    kind: Kind = "table" if is_table(name, target) else "text" if is_text(name) else "images"
+    if name in names() or not path.exists():
+        return Glance(kind)
+    if path.is_dir():
+        return Glance(owners=(path / "clients").is_dir())
+    try:
+        if table.is_table(name):
+            columns = ["client"] if client_column else table.header(path)
+            return Glance(kind, owners="client" in [c.lower() if kind == "text" else c for c in columns])
+        shapes = arrays.shapes(path) if path.suffix == ".npz" else {}
+    except (DataError, SettingError):
+        return Glance(kind)
+    rows = len(shapes.get("x", shapes.get("x_train", ()))) == 2
+    return Glance("rows" if rows else kind, bool({"client", "client_train"} & shapes.keys()))
+
+
 def data_folder(data_dir: str | Path | None = None) -> Path:
     """Where datasets are looked for: the given folder, else FEDSTILL_DATA, else ~/.cache/fedstill/data."""
     return Path(data_dir or os.environ.get("FEDSTILL_DATA") or "~/.cache/fedstill/data").expanduser()
@@ -90,12 +144,13 @@ def load(
     image_size: int = 0,
     progress: Progress | None = None,
     text: TextSettings | None = None,
+    table: TableSettings | None = None,
 ) -> Dataset:
-    """A dataset by name, or from a path: an `.npz` file, a folder of images, or a `.csv` file of text.
+    """A dataset by name, or from a path: an `.npz` file, a folder of images, or a `.csv` file, of text or a table.
 
     Files are looked for in `<data_dir>/<name>/` and in `data_dir` itself, and downloaded if they are in
     neither and FEDSTILL_OFFLINE is not 1. `image_size` resizes images to that many pixels a side; `text` says how
-    text becomes numbers.
+    text becomes numbers, and `table` which column of a table is the label.
 
     >>> data = load("fashion-mini")
     >>> len(data.train), len(data.test), tuple(data.shape)
@@ -103,6 +158,8 @@ def load(
     """
     if image_size < 0:
         raise SettingError(f"image_size is {image_size}; give the pixels of a side, or 0 to keep images as they are")
+    if is_table(name, table.target if table else ""):
+        return read_table(Path(name).expanduser(), table or TableSettings())
     if is_text(name):
         return _load_text(name, data_folder(data_dir), text or TextSettings(), progress)
     if name == "fashion-mini":
@@ -123,10 +180,13 @@ def load(
         return to_dataset(decoded, path.resolve().name)
     if path.is_file():
         if path.suffix != ".npz":
-            raise DataError(f"{path}: a dataset is a folder of images, an .npz file, or a .csv file of text")
+            raise DataError(
+                f"{path}: a dataset is a folder of images, an .npz file, a .csv file of text, or a table (.csv, .tsv, "
+                ".parquet) with a target (--target)"
+            )
         decoded = cached(
             "npz",
-            image_size,
+            (_ARRAYS_VERSION, image_size),
             path.parent,
             [source_file(path)],
             lambda: finish(arrays.read_npz(path), image_size),

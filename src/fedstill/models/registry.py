@@ -120,7 +120,8 @@ def _check_shape(name: str, network: _Network, shape: tuple[int, ...], vocabular
         return
     got = "x".join(map(str, shape))
     if len(shape) != 3:
-        raise SettingError(f"model {name!r} needs images of channels x height x width, got samples of {got}")
+        hint = "; mlp takes rows of numbers" if len(shape) == 1 else ""
+        raise SettingError(f"model {name!r} needs images of channels x height x width, got samples of {got}{hint}")
     if network.exact is not None and shape[1:] != (network.exact, network.exact):
         size = network.exact
         raise SettingError(f"model {name!r} needs images of {size}x{size}, got {got}; set image_size={size}")

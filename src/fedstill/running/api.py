@@ -24,6 +24,7 @@ from fedstill.core import device as devices
 from fedstill.core.errors import SettingError
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
+from fedstill.data.sources import Glance
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Worker
 from fedstill.methods import registry
@@ -62,9 +63,9 @@ def run(
 ) -> Result:
     """Train a federation.
 
-    `data` and `model` are names or objects of your own (see `fedstill.from_arrays`); without a model it is LeNet-5,
-    on text a small Transformer, trained by Adam. `settings` are those of `fedstill run` and the method's own. Without
-    `out` nothing is kept on disk.
+    `data` and `model` are names or objects of your own (see `fedstill.from_arrays` and `fedstill.from_frame`); without
+    a model it is LeNet-5, on rows of numbers a multilayer perceptron, on text a small Transformer, trained by Adam.
+    `settings` are those of `fedstill run` and the method's own. Without `out` nothing is kept on disk.
 
     >>> result = run("fedprox", rounds=1, clients=4, epochs=1, mu=0.1, fraction=0.05, engine="inline")
     >>> result.summary["rounds"]
@@ -175,7 +176,7 @@ def _config(
             raise SettingError(f"{settled[0]} cannot be set: the data are a Federation, divided already")
         settings = settings | {"clients": data.clients, "partition": "natural"}
     dataset = data.dataset if isinstance(data, Federation) else data
-    text = isinstance(dataset, Dataset) and dataset.vocabulary > 0
+    about = Glance.of(dataset) if isinstance(dataset, Dataset) else None
     named = {"method": method, "data": data, "proxy": proxy} | ({} if model is None else {"model": model})
     for name, value in named.items():
         if not isinstance(value, str):
@@ -183,5 +184,5 @@ def _config(
     if isinstance(method, Method):
         given = settings | named | {"hyper": registry.settings_of(method)}
         regions = registry.default_regions(method.parts())
-        return resolve(given, custom_method=True, text=text, default_regions=regions)
-    return resolve(settings | named, text=text)
+        return resolve(given, custom_method=True, data=about, default_regions=regions)
+    return resolve(settings | named, data=about)

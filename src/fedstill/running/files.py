@@ -7,6 +7,7 @@ digests.json        the digests of the results, written last; `fedstill verify` 
 clients.csv         each client's samples and its accuracy under the final model
 model.safetensors   the final model as named tensors
 tokenizer.json      what made tokens of text, where the data are text
+preprocessing.json  what each column of a table is, and what it is standardised by, where the data are a table
 frozen.txt          the digest of weights that are not trained, where there are some
 code.json           the digests of files of the user's own that the settings name
 curves.png          the learning curves, where the command line drew them
@@ -31,6 +32,7 @@ DIGESTS = "digests.json"
 CLIENTS = "clients.csv"
 MODEL = "model.safetensors"
 TOKENIZER = "tokenizer.json"
+PREPROCESSING = "preprocessing.json"
 FROZEN = "frozen.txt"
 CURVES = "curves.png"
 MODELS = "models"
@@ -42,6 +44,15 @@ COUNTS = "counts.json"
 RECEIVED = "received.jsonl"
 LOG = "log.txt"
 
-INPUTS = (TOKENIZER, FROZEN)  # written before the first round
+INPUTS = (TOKENIZER, PREPROCESSING, FROZEN)  # written before the first round
 RESULTS = (SUMMARY, CLIENTS, MODEL, CURVES)  # written at the end
-REPLACED = (DIGESTS, METRICS, *RESULTS, TOKENIZER, LOG, trust.CODE, RECEIVED)  # by a new run in the same place
+REPLACED = (
+    DIGESTS,
+    METRICS,
+    *RESULTS,
+    TOKENIZER,
+    PREPROCESSING,
+    LOG,
+    trust.CODE,
+    RECEIVED,
+)  # by a new run in the same place

@@ -86,8 +86,8 @@ def summarise(config: Config, records: Sequence[RoundRecord], final_exchange: Ma
     }
     if also := last[-1].get("also"):
         summary["also"] = {name: _best_and_final([r["also"][name] for r in scored]) for name in also}
-    if config.target:
-        reached = [r["round"] for r in scored if (r["accuracy"] or 0) >= config.target]
+    if config.target_accuracy:
+        reached = [r["round"] for r in scored if (r["accuracy"] or 0) >= config.target_accuracy]
         summary["rounds_to_target"] = reached[0] if reached else None
     return summary
 

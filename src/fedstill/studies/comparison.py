@@ -44,7 +44,7 @@ class Row:
     def values(self, metric: str) -> list[float | None]:
         """A number of each seed."""
         if metric in TO_TARGET:
-            return [to_target(cell.records(), cell.config.target, self.variant)[metric] for cell in self.cells]
+            return [to_target(cell.records(), cell.config.target_accuracy, self.variant)[metric] for cell in self.cells]
         summaries = [cell.summary() for cell in self.cells]
         return [value_of(s["also"][self.variant] if self.variant else s, metric) for s in summaries]
 

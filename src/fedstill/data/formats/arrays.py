@@ -4,14 +4,15 @@ How x is recognised:
 
 - uint8 (N, H, W): grey images; uint8 (N, H, W, C): images if the last axis is 1, 3 or 4 long; otherwise
   uint8 (N, C, H, W): images if the second axis is. Images are normalised by mean and deviation per channel.
-- uint8 (N, D), bool and every float type: used as they are, as float32. Images as floats are (N, C, H, W).
-- any other integer type with at most two axes: token or category numbers, kept as int64.
+- (N, D), bool and every float type: used as they are, as float32. Images as floats are (N, C, H, W).
+- whole numbers (N, D) that are said to be tokens: kept as int64.
 
 Labels are what `labels.numbered` takes: whole numbers or words, whichever.
 """
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,11 @@ def from_arrays(
     classes: Sequence[str] | None = None,
     name: str = "arrays",
     client_test: Array | Tensor | None = None,
+    tokens: bool = False,
 ) -> Dataset:
     """A dataset from arrays or tensors; without a test part, a fifth of each client's classes is held out.
+
+    Rows of numbers are features, used as they are; with `tokens` they are the numbers of tokens, for networks of text.
 
     >>> data = from_arrays(np.zeros((10, 8, 8), np.uint8), np.arange(10) % 2)
     >>> len(data.train), len(data.test), tuple(data.shape)
@@ -48,7 +52,7 @@ def from_arrays(
     """
     given = {"x": x, "y": y, "x_test": x_test, "y_test": y_test, "client": client, "client_test": client_test}
     arrays = {key: as_array(value) for key, value in given.items() if value is not None}
-    return to_dataset(finish(decode(arrays, classes, name), 0), name)
+    return to_dataset(finish(decode(arrays, classes, name, tokens=tokens), 0), name)
 
 
 def from_torch(
@@ -95,16 +99,34 @@ def _text(array: Array, what: str) -> Array:
     return array
 
 
-def decode(arrays: dict[str, Array], classes: Sequence[str] | None = None, where: str = "arrays") -> Decoded:
+def shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the arrays in an .npz, of which only the headers are read."""
+    found = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.namelist():
+                with archive.open(entry) as file:
+                    version = np.lib.format.read_magic(file)
+                    read = np.lib.format.read_array_header_1_0
+                    read = np.lib.format.read_array_header_2_0 if version >= (2, 0) else read
+                    found[entry.removesuffix(".npy")] = read(file)[0]
+    except Exception as error:  # as in `read_npz`
+        raise DataError(f"{path}: damaged, or not an .npz of plain arrays ({in_one_line(error)})") from error
+    return found
+
+
+def decode(
+    arrays: dict[str, Array], classes: Sequence[str] | None = None, where: str = "arrays", *, tokens: bool = False
+) -> Decoded:
     """Check the arrays, recognise what they are, and hold out a test part if none is given."""
     for needed in ("x", "y", *(("x_test", "y_test") if {"x_test", "y_test"} & set(arrays) else ())):
         if needed not in arrays:
             raise DataError(f"{where}: no array {needed!r}; found {', '.join(arrays) or 'none'}")
-    x = _recognise(arrays["x"], f"{where}: x")
+    x = _recognise(arrays["x"], f"{where}: x", tokens=tokens)
     labels, classes = numbered({key: arrays[key] for key in ("y", "y_test") if key in arrays}, classes, where)
     y = {key.removeprefix("y"): values for key, values in labels.items()}
     client, client_names = _clients(arrays, where)
-    x_test = _recognise(arrays["x_test"], f"{where}: x_test") if "x_test" in arrays else x[:0]
+    x_test = _recognise(arrays["x_test"], f"{where}: x_test", tokens=tokens) if "x_test" in arrays else x[:0]
     for part, pixels in (("", x), ("_test", x_test)):
         lengths = {key: len(v[part]) for key, v in (("y", y), ("client", client)) if part in v}
         for key, length in lengths.items():
@@ -126,7 +148,7 @@ def decode(arrays: dict[str, Array], classes: Sequence[str] | None = None, where
     return Decoded(train, test, tuple(classes), client_names)
 
 
-def _recognise(x: Array, what: str) -> Array:
+def _recognise(x: Array, what: str, *, tokens: bool) -> Array:
     if x.dtype == np.uint8 and x.ndim == 3:
         return np.ascontiguousarray(x)[..., None]
     if x.dtype == np.uint8 and x.ndim == 4:
@@ -137,12 +159,14 @@ def _recognise(x: Array, what: str) -> Array:
         raise DataError(f"{what}: images of shape {x.shape} have no axis of 1, 3 or 4 channels first or last")
     if x.ndim < 2:
         raise DataError(f"{what}: shape {x.shape} has no axis beside that of the samples")
-    if x.dtype.kind == "f" or x.dtype == np.bool_ or (x.dtype == np.uint8 and x.ndim == 2):
+    if tokens:
+        if x.dtype.kind not in "iu" or x.ndim != 2:
+            raise DataError(f"{what}: tokens are whole numbers of two axes, and these are {x.dtype} of shape {x.shape}")
+        return np.ascontiguousarray(x, np.int64)
+    if x.dtype.kind == "f" or x.dtype == np.bool_ or (x.dtype.kind in "iu" and x.ndim == 2):
         x = np.ascontiguousarray(x, np.float32)
         check_finite(x, what)
         return x
-    if x.dtype.kind in "iu" and x.ndim == 2:
-        return np.ascontiguousarray(x, np.int64)
     raise DataError(f"{what}: {x.dtype} of shape {x.shape} is not understood; images are uint8, other inputs float")
 
 

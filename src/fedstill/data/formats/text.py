@@ -72,7 +72,7 @@ class Corpus:
         if self.test_texts is not None:
             given |= {"x_test": np.arange(len(self.test_texts))[:, None], "y_test": self.test_labels}
             given |= {"client_test": self.test_client}
-        found = decode_arrays({name: a for name, a in given.items() if a is not None}, self.classes, where)
+        found = decode_arrays({name: a for name, a in given.items() if a is not None}, self.classes, where, tokens=True)
         found = replace(found, notes=self.notes)
         held_out = self.texts if self.test_texts is None else self.test_texts
         return found, [self.texts[i] for i in found.train.x[:, 0]], [held_out[i] for i in found.test.x[:, 0]]
@@ -152,6 +152,7 @@ def _place(path: Path, header: list[str], role: str, name: str) -> int:
     raise DataError(
         f"{path}: no column {wanted!r}; its first line, which names the columns, has {shown}; name the one of the "
         f"{role}s with {role}_column (--{role}-column)"
+        + ("; if this is a table of features, name the label with target (--target)" if role != "client" else "")
     )
 
 

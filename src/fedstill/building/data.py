@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fedstill.building.config import Config, is_object
+from fedstill.building.given import as_data
 from fedstill.core import custom
-from fedstill.core.errors import SettingError
+from fedstill.core.errors import DataError, SettingError
 from fedstill.data import TableSettings, TextSettings, tokens
 from fedstill.data import load as load_dataset
 from fedstill.data.dataset import Dataset, Split, sized
@@ -28,13 +29,13 @@ from fedstill.models.pretrained import DISTILBERT, has_learnt
 from fedstill.train.task import Samples
 
 
-def load_data(config: Config, tokenizer: str = "", table: TablePreprocessing | None = None) -> Dataset:
-    """The dataset that the configuration names, images at the size that the model needs, text in a model's tokens.
+def load_data(config: Config, tokenizer: str = "", table: TablePreprocessing | None = None) -> Dataset | Federation:
+    """The dataset, or the federation if a function of the user's makes one, that the configuration names, images at the size that the model needs, text in a model's tokens.
 
     Of a `table` the columns are known already: at a site, those of the run.
     """
     if custom.is_reference(config.data):
-        return made_dataset(config.data)
+        return made_data(config.data)
     if is_table(config.data, config.target):
         return load_dataset(config.data, table=table_settings(config, table))
     _check_no_table(config)
@@ -124,7 +125,9 @@ def _described(config: Config) -> Dataset:
 
 def _check_no_table(config: Config) -> None:
     """Refuse settings of a table where the data are something else."""
-    names = ("target", "client_column", "split_column", "categorical_columns", "drop_columns")
+    names: tuple[str, ...] = ("target", "client_column", "split_column", "categorical_columns", "drop_columns")
+    if is_text(config.data) or config.data.startswith("hf:"):
+        names = tuple(name for name in names if name != "client_column")
     for name in (*names, *(("columns", "classes") if config.data else ())):
         if (value := getattr(config, name)) and (config.data or name not in ("target", "client_column")):
             hint = "; for an accuracy to reach, set target_accuracy" if name == "target" else ""
@@ -175,15 +178,24 @@ def encoder_of(config: Config) -> str:
     return str(config.model_options.get("pretrained", DISTILBERT)) if config.model == "distilbert" else ""
 
 
-def made_dataset(reference: str) -> Dataset:
+def made_data(reference: str) -> Dataset | Federation:
     """What a user's function makes."""
-    made = custom.call(reference)
-    if not isinstance(made, Dataset):
-        raise SettingError(
-            f"{reference} returns a {type(made).__name__}; it must return a fedstill.Dataset "
-            "(fedstill.from_arrays makes one)"
-        )
+    made = as_data(custom.call(reference), f"what {reference} returns")
+    if isinstance(made, str):
+        raise SettingError(f"{reference} returns the name {made!r}; set data to that, or return the data themselves")
     return made
+
+
+def dataset_in(data: Dataset | Federation) -> Dataset:
+    """The dataset, divided or not."""
+    return data.dataset if isinstance(data, Federation) else data
+
+
+def dataset_of(data: Dataset | Federation, what: str) -> Dataset:
+    """Data that are not divided yet."""
+    if isinstance(data, Federation):
+        raise DataError(f"{what} is a Federation, which is divided already; a fedstill.Dataset is needed")
+    return data
 
 
 def wanted_size(config: Config) -> int:
@@ -201,8 +213,10 @@ def data_notes(config: Config, dataset: Dataset) -> Iterator[str]:
     yield from dataset.notes
 
 
-def divide(config: Config, dataset: Dataset) -> Federation:
-    """The dataset divided among the clients."""
+def divide(config: Config, dataset: Dataset | Federation) -> Federation:
+    """The dataset divided among the clients; a federation is divided already."""
+    if isinstance(dataset, Federation):
+        return dataset
     # A partition ignores what only others use.
     settings: dict[str, Any] = {
         name: getattr(config, name) for name in ("shards_per_client", "size_sigma", "min_share", "ratio")
@@ -225,10 +239,10 @@ def divide(config: Config, dataset: Dataset) -> Federation:
     )
 
 
-def undivided(config: Config, dataset: Dataset) -> Federation:
+def undivided(config: Config, dataset: Dataset | Federation) -> Federation:
     """The dataset as a server holds it whose clients have their own: its pool is the one that `divide` takes."""
     return federate(
-        dataset,
+        dataset_in(dataset),
         clients=1,
         partition="iid",
         seed=config.seed,
@@ -245,7 +259,7 @@ def load_proxy(config: Config, given: Dataset | None, target: Dataset) -> Datase
     if given is not None:
         return sized(given, size)
     if custom.is_reference(config.proxy):
-        return sized(made_dataset(config.proxy), size)
+        return sized(dataset_of(made_data(config.proxy), f"proxy = {config.proxy!r}"), size)
     if config.proxy == config.data:
         raise SettingError(
             f"proxy = {config.proxy!r} is what the clients hold; for a part of it, set pool and proxy=pool"

@@ -78,8 +78,8 @@ class Config(BaseModel):
     # data partition
     data: str = Field(
         "fashion-mini",
-        description="dataset: a name from 'fedstill datasets', a folder, an .npz, a table of text, a table (.csv, .tsv, "
-        ".parquet) with a target, hf:name, or file.py:function",
+        description="dataset: a name from 'fedstill datasets', a folder, an .npz, a table of text, a table (.csv, "
+        ".tsv, .parquet) with a target, hf:name, or file.py:function",
     )
     target: str = Field("", description="of a table: the column with the label")
     client_column: str = Field("", description="column that names the client of each row")
@@ -139,7 +139,7 @@ class Config(BaseModel):
     model: str = Field(
         IMAGE_MODEL,
         description="network: lenet5, resnet8, resnet8-w64, resnet11, resnet18, resnet50, shufflenetv2, cnn, mlp; of "
-        "text transformer, bag, distilbert; or file.py:function; default on text: transformer, on tables: mlp",
+        "text transformer, bag, lstm, distilbert; or file.py:function; default on text: transformer, on tables: mlp",
     )
     model_options: dict[str, Any] = Field(default_factory=dict, description="options of the network")
     augment: str = Field(

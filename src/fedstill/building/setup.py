@@ -64,13 +64,14 @@ def prepare(
     """
     method = registry.make(config.method, config.hyper) if method is None else registry.checked(method)
     notes: list[str] = []
-    if isinstance(data, Federation):
-        federation = data
-    else:
-        if data is None and not config.data and not elsewhere:
-            raise SettingError("data is empty: name a dataset or a file (--data)")
-        found = load_data(config, tokenizer) if data is None else sized(data, wanted_size(config))
-        federation = divide(config, found)
+    if data is None and not config.data and not elsewhere:
+        raise SettingError("data is empty: name a dataset or a file (--data)")
+    found = load_data(config, tokenizer) if data is None else data
+    if isinstance(found, Federation):
+        config = config.model_copy(update={"clients": found.clients, "partition": "natural"})
+    elif data is not None:
+        found = sized(found, wanted_size(config))
+    federation = divide(config, found)
     if not elsewhere:
         federation, notes = standardise(config, federation)
     task = make_task(config, federation, method, model, proxy)
@@ -79,8 +80,8 @@ def prepare(
     hierarchy = arrange(config, task, federation, method)
     check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
     attack = attack_of(config, federation, hierarchy)
-    found = (*notes, *_warnings(config, task), *(() if elsewhere else _untrained(federation)))
-    return Setup(config, task, federation, method, hierarchy, attack, warnings=found)
+    notes += [*_warnings(config, task), *(() if elsewhere else _untrained(federation))]
+    return Setup(config, task, federation, method, hierarchy, attack, warnings=tuple(notes))
 
 
 def _warnings(config: Config, task: Task) -> Iterator[str]:

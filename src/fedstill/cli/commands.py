@@ -15,7 +15,7 @@ from rich.table import Table
 from fedstill import data as datasets_
 from fedstill.analysis.tables import TextTable, episodes_table, percent, reliability_table, results_table
 from fedstill.building.config import Config, is_config_file, parse_assignments, parse_sweeps, read_toml, resolve
-from fedstill.building.data import divide, load_data
+from fedstill.building.data import dataset_in, divide, load_data
 from fedstill.building.setup import prepare
 from fedstill.cli.failure import Halted
 from fedstill.cli.progress import Display
@@ -192,7 +192,7 @@ def methods(name: str | None, flags: Flags, assignments: list[str]) -> None:
     dataset: Dataset | None = None
     for each in chosen:
         config = config_of(each, flags, assignments)
-        dataset = dataset or load_data(config)
+        dataset = dataset or dataset_in(load_data(config))
         example = {
             "clients": 20,
             "participation": 1.0,

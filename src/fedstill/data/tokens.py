@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import numpy as np
 from fedstill.core.choices import SMALLEST_VOCABULARY
 from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.data import download
-from fedstill.data.formats.decoded import Array
-from fedstill.data.formats.text import Columns
+from fedstill.data.formats.decoded import Array, Decoded
+from fedstill.data.formats.text import Columns, Corpus
 
 PADDING = {"[PAD]", "<pad>", "<PAD>"}  # what token 0 may be called
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # what a name on the hub may look like
@@ -68,6 +68,20 @@ def trained(texts: Sequence[str], vocabulary: int) -> str:
         single="[CLS] $A [SEP]", special_tokens=[(name, number) for number, name in enumerate(special, 1)]
     )
     return str(tokenizer.to_str())
+
+
+def encoded(corpus: Corpus, where: str, settings: TextSettings) -> Decoded:
+    """Texts as rows of token numbers, by the corpus' own tokenizer, the one that is set, or one trained on them."""
+    if corpus.tokenizer and settings.tokenizer not in ("", corpus.tokenizer):
+        raise SettingError(f"tokenizer: {where} has tokens of its own; leave tokenizer empty")
+    found, texts, test_texts = corpus.divided(where)
+    made = corpus.tokenizer or settings.tokenizer
+    made = made or trained(texts, settings.vocabulary)  # which thus knows no word of a test
+    train, test = (
+        replace(part, x=encode(made, part_texts, corpus.length or settings.max_length))
+        for part, part_texts in ((found.train, texts), (found.test, test_texts))
+    )
+    return replace(found, train=train, test=test, tokenizer=made)
 
 
 def read(name: str) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fedstill.building.config import Config, resolve
-from fedstill.building.data import divide, load_data, wanted_size
+from fedstill.building.data import dataset_of, divide, load_data, wanted_size
 from fedstill.building.task import local_training, make_task
 from fedstill.building.topology import regional_method
 from fedstill.core.device import find, on
@@ -178,7 +178,7 @@ class Site:
         if self._inputs.data and config.proxy == "pool":  # which the server alone has
             config = config.model_copy(update={"proxy": ""})
         with during(Step.LOAD), self._fetching(own=bool(self._inputs.data)):
-            found = load_data(config)
+            found = dataset_of(load_data(config), "the site's data")
         with during(Step.PREPARE):
             federation = self._federation(config, run, found)
             method = registry.make(config.method, config.hyper)

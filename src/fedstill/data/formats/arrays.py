@@ -1,4 +1,4 @@
-"""Arrays that users bring: NumPy arrays, tensors, `.npz` files and PyTorch datasets.
+"""Arrays that users bring: NumPy arrays, tensors and `.npz` files.
 
 How x is recognised:
 
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.utils.data
 from torch import Tensor
 
 from fedstill.core.errors import DataError, in_one_line
@@ -53,22 +52,6 @@ def from_arrays(
     given = {"x": x, "y": y, "x_test": x_test, "y_test": y_test, "client": client, "client_test": client_test}
     arrays = {key: as_array(value) for key, value in given.items() if value is not None}
     return to_dataset(finish(decode(arrays, classes, name, tokens=tokens), 0), name)
-
-
-def from_torch(
-    dataset: torch.utils.data.Dataset[Any],
-    test: torch.utils.data.Dataset[Any] | None = None,
-    name: str = "torch",
-) -> Dataset:
-    """A dataset from a map-style PyTorch dataset of (x, y), where x is a tensor, an array or a PIL image.
-
-    >>> pairs = torch.utils.data.TensorDataset(torch.randn(10, 3), torch.arange(10) % 2)
-    >>> tuple(from_torch(pairs).shape)
-    (3,)
-    """
-    x, y = _stack(dataset, name)
-    x_test, y_test = (None, None) if test is None else _stack(test, name)
-    return from_arrays(x, y, x_test, y_test, name=name)
 
 
 def read_npz(path: Path) -> Decoded:
@@ -208,15 +191,3 @@ def as_array(value: Any) -> Array:
         found: Array = (tensor.float() if tensor.is_floating_point() else tensor).numpy()  # NumPy has no bfloat16
         return found
     return np.asarray(value)
-
-
-def _stack(dataset: torch.utils.data.Dataset[Any], name: str) -> tuple[Array, Array]:
-    if not hasattr(dataset, "__len__"):
-        raise DataError(f"{name}: a dataset without a length (an iterable one) cannot be divided among clients")
-    pairs = [dataset[index] for index in range(len(dataset))]
-    if not pairs:
-        raise DataError(f"{name}: no samples")
-    samples = [as_array(pair[0]) for pair in pairs]
-    if len({sample.shape for sample in samples}) > 1:
-        raise DataError(f"{name}: samples have different shapes: {sorted({sample.shape for sample in samples})[:3]}")
-    return np.stack(samples), np.array([as_array(pair[1]).item() for pair in pairs])

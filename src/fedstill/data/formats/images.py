@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,7 @@ def decode(
         files = files + tree.test.files
         y = np.concatenate([y, numbered(tree.test)[0]])
     paths = [file.path for file in files]
-    size, original = chosen_size(paths if any_size else paths[:1], image_size)
+    size, original = chosen_size(paths if any_size else paths[:1], image_size=image_size)
     x_train, grey_train = pixels([paths[i] for i in train_at], size, resize=any_size or bool(image_size))
     x_test, grey_test = pixels([paths[i] for i in test_at], size, resize=any_size or bool(image_size))
     if grey_train and grey_test and not colour:
@@ -220,13 +221,15 @@ def decode(
     )
 
 
-def chosen_size(pictures: Sequence[Picture], image_size: int = 0) -> tuple[tuple[int, int], str]:
+def chosen_size(*parts: Sequence[Picture], image_size: int = 0) -> tuple[tuple[int, int], str]:
     """The height and width that images are brought to, and what their sizes are, in words; empty if all have that.
 
     Without `image_size` it is the most common size, the larger of two as common, with a longer side of `LARGEST`
     at most.
     """
-    counted = Counter(_in_threads(_size, pictures))
+    counted: Counter[tuple[int, int]] = Counter()
+    for pictures in parts:
+        counted.update(_in_threads(partial(_size, pictures), range(len(pictures))))
     usual = max(counted, key=lambda size: (counted[size], size[0] * size[1], size))
     if image_size:
         height = width = image_size
@@ -261,20 +264,15 @@ def pixels(pictures: Sequence[Picture], size: tuple[int, int], *, resize: bool) 
     return x, all(_in_threads(fill, range(len(pictures))))
 
 
-def as_arrays(pictures: Sequence[Picture], size: tuple[int, int]) -> Array:
-    """Images of this size as (N, H, W, channels): three, or one if all are grey."""
-    x, grey = pixels(pictures, size, resize=True)
-    return np.ascontiguousarray(x[..., :1]) if grey else x
-
-
-def _in_threads(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+def _in_threads(function: Callable[[int], Any], items: range) -> list[Any]:
     # Pillow releases the interpreter while it decodes, so threads share the work.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(function, items, chunksize=64))
+        return list(pool.map(function, items))
 
 
-def _size(picture: Picture) -> tuple[int, int]:
-    """Height and width, for which the beginning of a file is enough."""
+def _size(pictures: Sequence[Picture], index: int) -> tuple[int, int]:
+    """Height and width of one of them, for which the beginning of a file is enough."""
+    picture = pictures[index]
     with _refused(picture), _open(picture) as image:
         return image.height, image.width
 

@@ -60,6 +60,8 @@ class Corpus:
     client: Array | None = None  # the owner of each text
     test_client: Array | None = None
     notes: tuple[str, ...] = ()
+    tokenizer: str = ""  # as JSON, where texts come with tokens of their own
+    length: int = 0  # tokens of a text, where all have as many
 
     def divided(self, where: str) -> tuple[Decoded, list[str], list[str]]:
         """Labels and owners, and the training and the test texts they belong to."""
@@ -115,26 +117,31 @@ class Columns:
 def read_table(path: Path, columns: Columns | None = None, *, labelled: bool = True) -> Corpus:
     """A table of texts, their labels and perhaps their owners; not `labelled`: the texts alone count."""
     wanted = columns or Columns()
-    header, rows = _json_table(path) if _plain_suffix(path) == ".jsonl" else _delimited_table(path)
-    places = {"text": _place(path, header, "text", wanted.text)}
+    names, rows = _json_table(path) if _plain_suffix(path) == ".jsonl" else _delimited_table(path)
+    places = {"text": _place(path, names, "text", wanted.text)}
     if labelled:
-        places["label"] = _place(path, header, "label", wanted.label)
-        if wanted.client or "client" in map(str.lower, header):
-            places["client"] = _place(path, header, "client", wanted.client)
+        places["label"] = _place(path, names, "label", wanted.label)
+        if wanted.client or "client" in map(str.lower, names):
+            places["client"] = _place(path, names, "client", wanted.client)
     found: dict[str, list[str]] = {name: [] for name in places}
     for line, row in rows:
-        if len(row) != len(header):
-            raise DataError(f"{path}, line {line}: {len(row)} fields, not {len(header)}")
+        if len(row) != len(names):
+            raise DataError(f"{path}, line {line}: {len(row)} fields, not {len(names)}")
         for name, place in places.items():
             found[name].append(row[place] if name == "text" else row[place].strip())
             if name != "text" and not found[name][-1]:
-                raise DataError(f"{path}, line {line}: its {header[place]} is empty")
+                raise DataError(f"{path}, line {line}: its {names[place]} is empty")
     if not found["text"]:
         raise DataError(f"{path}: no texts")
     if not labelled:
         return Corpus(found["text"], None, notes=_encoding_notes(path))
     client = np.array(found["client"]) if "client" in found else None
     return Corpus(found["text"], np.array(found["label"]), client=client, notes=_encoding_notes(path))
+
+
+def header(path: Path) -> list[str]:
+    """The names of a table's columns."""
+    return (_json_table(path) if _plain_suffix(path) == ".jsonl" else _delimited_table(path))[0]
 
 
 def _place(path: Path, header: list[str], role: str, name: str) -> int:

@@ -122,8 +122,9 @@ def _splits(dataset: Any, name: str) -> tuple[Any, dict[str, Any]]:
             raise DataError(f"{name}: no splits")
         if "train" not in dataset and len(dataset) > 1:
             raise DataError(f"{name}: none of the splits is called train; there are {', '.join(map(str, dataset))}")
-        train = dataset["train"] if "train" in dataset else next(iter(dataset.values()))
-        tests = {split: dataset[split] for split in _TESTS if split in dataset and dataset[split] is not train}
+        training = "train" if "train" in dataset else next(iter(dataset))
+        train = dataset[training]
+        tests = {split: dataset[split] for split in _TESTS if split in dataset and split != training}
     else:
         train, tests = dataset, {}
     for part in (train, *tests.values()):
@@ -220,7 +221,7 @@ class _Pictures(Sequence[images.Picture]):
 def _samples(train: Any, test: Any, image: str, image_size: int) -> tuple[Array, Array | None, str]:
     """Images of both splits at one size, and what their sizes were if they had to be resized."""
     if type(train.features[image]).__name__ != "Image":  # arrays of numbers
-        x, x_test = (None if part is None else arrays.as_array(_values(part, image)) for part in (train, test))
+        x, x_test = (None if part is None else _array(part, image) for part in (train, test))
         assert x is not None
         return x, x_test, ""
     files = [_Pictures(_undecoded(part, image), image) for part in (train, test) if part is not None]
@@ -229,6 +230,14 @@ def _samples(train: Any, test: Any, image: str, image_size: int) -> tuple[Array,
     if grey and all(other_grey for _, other_grey in others):
         return x[..., :1], others[0][0][..., :1] if others else None, original
     return x, others[0][0] if others else None, original
+
+
+def _array(split: Any, column: str) -> Array:
+    found = np.asarray(split.select_columns([column]).with_format("numpy")[:][column])
+    if found.dtype == object:
+        raise DataError(f"samples of column {column!r} are not all arrays of one shape")
+    kind = getattr(split.features[column], "dtype", "")
+    return found.astype(np.uint8) if kind == "uint8" else found  # which the library reads as int64
 
 
 def _undecoded(split: Any, image: str) -> Any:
@@ -245,7 +254,7 @@ def _opened(name: str) -> Any:
     wanted = name.removeprefix(PREFIX)
     called, _, configuration = wanted.partition(":")
     folder = Path(wanted).expanduser()
-    if not folder.is_dir() and not tokens.HUB_NAME.fullmatch(called):
+    if not folder.is_dir() and (wanted.startswith((".", "~", "/")) or not tokens.HUB_NAME.fullmatch(called)):
         raise DataError(f"{name}: there is no folder {wanted}, and on the hub no such name")
     try:
         import datasets
@@ -255,18 +264,26 @@ def _opened(name: str) -> Any:
         with _quiet(datasets):
             if folder.is_dir():
                 return datasets.load_from_disk(str(folder))
-            return _from_hub(called, configuration, download.allowed())
+            return _from_hub(called, configuration, online=download.allowed())
     except Exception as error:  # of many kinds, those of the network among them
         reason = f"; {download.why_not()}" if not download.allowed() and not folder.is_dir() else ""
         raise DataError(f"{name} cannot be loaded: {in_one_line(error)}{reason}") from error
 
 
 @lru_cache(maxsize=1)
-def _from_hub(name: str, configuration: str, online: bool) -> Any:
+def _from_hub(name: str, configuration: str, *, online: bool) -> Any:
     import datasets
+    from huggingface_hub import constants
 
-    how = None if online else datasets.DownloadConfig(local_files_only=True)
-    return datasets.load_dataset(name, configuration or None, download_config=how)
+    switches = (datasets.config, constants)  # the environment's HF_HUB_OFFLINE, which both read when imported
+    before = [switch.HF_HUB_OFFLINE for switch in switches]
+    try:
+        for switch in switches if not online else ():
+            switch.HF_HUB_OFFLINE = True
+        return datasets.load_dataset(name, configuration or None)
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.HF_HUB_OFFLINE = value
 
 
 @contextmanager

@@ -30,9 +30,10 @@ from fedstill.train.task import Samples
 
 
 def load_data(config: Config, tokenizer: str = "", table: TablePreprocessing | None = None) -> Dataset | Federation:
-    """The dataset, or the federation if a function of the user's makes one, that the configuration names, images at the size that the model needs, text in a model's tokens.
+    """The dataset that the configuration names, images at the size that the model needs, text in a model's tokens.
 
-    Of a `table` the columns are known already: at a site, those of the run.
+    It is a federation if a function of the user's makes one. Of a `table` the columns are known already: at a site,
+    those of the run.
     """
     if custom.is_reference(config.data):
         return made_data(config.data)

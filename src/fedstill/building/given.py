@@ -111,17 +111,21 @@ def _kind(value: object) -> str:
 
 def _hint(given: object) -> str:
     """What to give instead."""
-    module = type(given).__module__.partition(".")[0]
-    if module in ("pandas", "polars") and hasattr(given, "columns"):
-        return "make a dataset of it with fedstill.from_frame(df, target=…), where target is the column of the labels"
-    if isinstance(given, torch.utils.data.DataLoader):
-        return "give its dataset, data=loader.dataset: batches are made by clients (batch_size)"
-    if isinstance(given, np.ndarray | Tensor):
-        return "labels are needed too: give data=(x, y)"
-    if isinstance(given, Sequence) and given and all(isinstance(p, tuple) and len(p) == 2 for p in given):
-        return "for one (samples, labels) pair a client, give fedstill.from_clients(…)"
-    if isinstance(given, Sequence) and given and all(isinstance(p, torch.utils.data.Dataset) for p in given):
-        return "for one dataset a client, put their arrays into fedstill.from_clients([(x, y), …])"
-    if callable(given):
-        return f"call it, or give {_TAKEN}"
-    return f"give {_TAKEN}"
+    parts = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
+    hints = {
+        "make a dataset of it with fedstill.from_frame(df, target=…), where target is the column of the labels": (
+            type(given).__module__.partition(".")[0] in ("pandas", "polars") and hasattr(given, "columns")
+        ),
+        "give its dataset, data=loader.dataset: batches are made by clients (batch_size)": (
+            isinstance(given, torch.utils.data.DataLoader)
+        ),
+        "labels are needed too: give data=(x, y)": isinstance(given, np.ndarray | Tensor),
+        "for one (samples, labels) pair a client, give fedstill.from_clients(…)": (
+            bool(parts) and all(isinstance(part, tuple) and len(part) == 2 for part in parts)
+        ),
+        "for one dataset a client, put their arrays into fedstill.from_clients([(x, y), …])": (
+            bool(parts) and all(isinstance(part, torch.utils.data.Dataset) for part in parts)
+        ),
+        f"call it, or give {_TAKEN}": callable(given),
+    }
+    return next((hint for hint, fits in hints.items() if fits), f"give {_TAKEN}")

@@ -275,7 +275,7 @@ def _from_hub(name: str, configuration: str, *, online: bool) -> Any:
     import datasets
     from huggingface_hub import constants
 
-    switches = (datasets.config, constants)  # the environment's HF_HUB_OFFLINE, which both read when imported
+    switches: tuple[Any, ...] = (datasets.config, constants)  # both read HF_HUB_OFFLINE only when they are imported
     before = [switch.HF_HUB_OFFLINE for switch in switches]
     try:
         for switch in switches if not online else ():

@@ -1,4 +1,4 @@
-"""Networks for text, given as rows of token numbers in which 0 is padding: a bag of embeddings, an LSTM, and a Transformer."""
+"""Networks for text, rows of token numbers in which 0 is padding: a bag of embeddings, an LSTM, and a Transformer."""
 
 from __future__ import annotations
 

@@ -64,9 +64,10 @@ def run(
 ) -> Result:
     """Train a federation.
 
-    `data` and `model` are names or objects of your own: data a fedstill.Dataset or Federation, (x, y) of arrays, a
-    dataset of PyTorch's or Hugging Face's. Without a model it is LeNet-5, on rows of numbers a multilayer perceptron, on text a small Transformer, trained by Adam.
-    `settings` are those of `fedstill run` and the method's own. Without `out` nothing is kept on disk.
+    `data` and `model` are names or objects of your own: data a fedstill.Dataset or Federation, (x, y) of arrays, or a
+    dataset of PyTorch's or Hugging Face's. Without a model it is LeNet-5, on rows of numbers a multilayer perceptron,
+    on text a small Transformer, trained by Adam. `settings` are those of `fedstill run` and the method's own. Without
+    `out` nothing is kept on disk.
 
     >>> result = run("fedprox", rounds=1, clients=4, epochs=1, mu=0.1, fraction=0.05, engine="inline")
     >>> result.summary["rounds"]
@@ -112,9 +113,9 @@ def resume(
     path: str | Path,
     *,
     method: Method | None = None,
-    data: Dataset | Federation | None = None,
+    data: Any = None,
     model: Network | None = None,
-    proxy: Dataset | None = None,
+    proxy: Any = None,
     rounds: int | None = None,
     device: str | None = None,
     listener: Listener | None = None,
@@ -153,10 +154,9 @@ def checked_listener(listener: object) -> Listener | None:
     """What hears how a run goes on, if it can."""
     if listener is None or isinstance(listener, Listener):
         return listener
-    what = "function" if callable(listener) and not isinstance(listener, type) else "class"
     raise SettingError(
-        f"listener is {listener!r:.60}, a {what if callable(listener) else type(listener).__name__}; give an object of a "
-        "class that derives from fedstill.running.loop.Listener and overrides what it wants to hear, as round_done"
+        f"listener is {listener!r:.60}; give an object of a class that derives from fedstill.running.loop.Listener and "
+        "overrides what it wants to hear, as round_done"
     )
 
 

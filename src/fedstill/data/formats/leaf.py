@@ -87,10 +87,10 @@ def shakespeare(root: Path) -> Corpus:
     for part in ("train", "test"):
         users = list(_users(json_files(root / part)))
         for user in users:
-            if wrong := next((x for x in user.x if not isinstance(x, str) or len(x) != WINDOW), None):
-                raise DataError(f"{user.file}: a sample of {user.name!r} is not {WINDOW} characters: {wrong!r:.60}")
-            if stray := next((y for y in user.y if not isinstance(y, str) or y not in number), None):
-                raise DataError(f"{user.file}: label {stray!r:.20} of {user.name!r} is none of LEAF's characters")
+            if wrong := [x for x in user.x if not isinstance(x, str) or len(x) != WINDOW]:
+                raise DataError(f"{user.file}: a sample of {user.name!r} is not {WINDOW} characters: {wrong[0]!r:.60}")
+            if stray := [y for y in user.y if not isinstance(y, str) or y not in number]:
+                raise DataError(f"{user.file}: label {stray[0]!r:.20} of {user.name!r} is none of LEAF's characters")
         parts.append(
             (
                 [x for user in users for x in user.x],

@@ -152,6 +152,8 @@ def test_leafs_lstm_has_its_sizes_and_padding_never_changes_a_logit() -> None:
         (json.dumps({"user_data": {"a": {"x": [[2] * 784], "y": [1]}}}), "of 0 to 1"),
         (json.dumps({"user_data": {"a": {"x": [[1] * 784], "y": [62]}}}), "label 62 of user 'a' is not 0 to 61"),
         (json.dumps({"user_data": {"a": {"x": ["short"], "y": ["b"]}}}), "a sample of 'a' is not 80 characters"),
+        (json.dumps({"user_data": {"a": {"x": [""], "y": ["b"]}}}), "is not 80 characters: ''"),
+        (json.dumps({"user_data": {"a": {"x": ["x" * 80], "y": [0]}}}), "label 0 of 'a' is none of LEAF's"),
         (json.dumps({"user_data": {"a": {"x": ["x" * 80], "y": ["€"]}}}), "label '€' of 'a' is none of LEAF's"),
     ],
 )

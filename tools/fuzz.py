@@ -37,6 +37,8 @@ import tomli_w
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from PIL import Image
+from pyarrow import table as arrow_table
+from pyarrow.parquet import write_table
 
 from fedstill.building.config import read_toml, resolve
 from fedstill.core import choices, tree
@@ -44,8 +46,9 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.files import read_json, read_sealed_json, write_sealed_json
 from fedstill.core.index import Index
 from fedstill.core.store import Store
-from fedstill.data import cache, tokens
-from fedstill.data.formats import arrays, cifar, heart, idx, images, leaf, mat, text
+from fedstill.data import cache, from_frame, tokens
+from fedstill.data.formats import arrays, cifar, heart, idx, images, leaf, mat, table, text
+from fedstill.data.preprocessing import from_json
 from fedstill.flower.records import from_records, to_records
 from fedstill.running.directory import RunDirectory
 from fedstill.studies import presets
@@ -249,7 +252,8 @@ def as_gzip(rng: random.Random, data: bytes) -> bytes:
 
 def targets(folder: Path) -> list[Target]:
     """Every reader, with files of its own in a folder."""
-    return [*_messages(), *_datasets(folder), *_settings(folder), *_run_directories(folder)]
+    datasets = [*_datasets(folder), *_texts_and_federations(folder)]
+    return [*_messages(), *datasets, *_settings(folder), *_run_directories(folder)]
 
 
 def _file(path: Path, read: Callable[[Path], object]) -> Callable[[bytes], object]:
@@ -353,28 +357,24 @@ def _datasets(folder: Path) -> list[Target]:
     def divided(read: Callable[[Path], text.Corpus]) -> Callable[[Path], object]:
         return lambda path: read(path).divided(str(path))
 
-    jsonl = b"".join(b'{"text": "a %d", "label": %d}\n' % (n, n % 2) for n in range(8))
-    tsv = b'text\tlabel\n"a\tb"\tx\nc "d\ty\n' * 4
-    user = {"x": [[0.5] * 784] * 6, "y": [1, 2, 3] * 2}
-    line = {"x": ["x" * leaf.WINDOW] * 6, "y": list("abcabc")}
-    leafs = [
-        json.dumps({"users": ["u"], "num_samples": [6], "user_data": {"u": each}}).encode() for each in (user, line)
-    ]
-    patient = b"63.0,1.0,1.0,145.0,233.0,1.0,2.0,150.0,0.0,2.3,3.0,0.0,6.0,0\n"
-    patient += b"67.0,1.0,4.0,?,286.0,0.0,2.0,108.0,1.0,1.5,2.0,3.0,3.0,2\n"
-
-    def of_leaf(path: Path) -> object:
-        root = path.parent.parent
-        (root / "test").mkdir(exist_ok=True)
-        (root / "test" / "a.json").write_bytes(path.read_bytes())
-        return leaf.femnist(root) if leaf.kind(root) == "images" else leaf.shakespeare(root).divided("leaf")
-
     entry = folder / "cache"
     entry.mkdir()
     decoded = arrays.decode({"x": pixels, "y": labels.astype(np.int64)})
     stored = cache._store(folder / "stored", decoded, "x")
     del stored
     meta = (folder / "stored" / "meta.json").read_bytes()
+
+    lines = [f"{k},{'fm'[k % 2]},h{k % 3},{'ab'[k % 2]}" for k in range(12)]
+    tables = ["\n".join(["age,sex,client,y", *lines]).encode(), "\n".join(["x;y", *["1,5;a", "?;b"] * 6]).encode()]
+    values = {"age": [1.5, None] * 6, "sex": list("fm" * 6), "y": [0, 1] * 6}
+    parquet = io.BytesIO()
+    write_table(arrow_table(values), parquet)
+    preprocessing = from_frame(values, "y").preprocessing.model_dump_json().encode()
+
+    def of_table(path: Path) -> object:
+        with warnings.catch_warnings(action="ignore"):  # of columns that may be ids
+            return table.read(path, table.TableSettings("y"))
+
     return [
         Target("idx", [idx_file(pixels), gzip.compress(idx_file(pixels))], _file(folder / "i.idx", of_idx), as_gzip),
         Target("idx labels", [idx_file(labels)], _file(folder / "l.idx", of_idx_labels), as_gzip),
@@ -393,15 +393,43 @@ def _datasets(folder: Path) -> list[Target]:
         Target("images", [pictures["PNG"].getvalue()], _file(folder / "images" / "0" / "9.png", of_images)),
         Target("csv", csvs, _file(folder / "a.csv", divided(text.read_table))),
         Target("csv.gz", [gzip.compress(csvs[0])], _file(folder / "a.csv.gz", divided(text.read_table)), as_gzip),
-        Target("tsv", [tsv], _file(folder / "a.tsv", divided(text.read_table))),
-        Target("jsonl", [jsonl], _file(folder / "a.jsonl", divided(text.read_table)), as_lines),
-        Target("csv in utf-16", [csvs[0].decode().encode("utf-16")], _file(folder / "w.csv", divided(text.read_table))),
-        Target("leaf", leafs, _file(folder / "leaf" / "train" / "a.json", of_leaf), as_json),
-        Target("heart disease", [patient * 5], _file(folder / "h.data", lambda p: heart.read([p] * 4))),
+        Target("table", tables, _file(folder / "table.csv", of_table)),
+        Target("parquet", [parquet.getvalue()], _file(folder / "table.parquet", of_table)),
+        Target("preprocessing", [preprocessing], from_json, as_json),
         Target("ag news", [titled], _file(folder / "t.csv", divided(lambda p: text.ag_news([p, p])))),
         Target("sst5", [trees], _file(folder / "t.txt", divided(lambda p: text.sst5([p, p])))),
         Target("tokenizer", [made_tokenizer], of_tokenizer, as_json),
         Target("cache", [meta], _file(folder / "stored" / "meta.json", lambda p: cache._read(p.parent)), as_json),
+    ]
+
+
+def _texts_and_federations(folder: Path) -> list[Target]:
+    def divided(path: Path) -> object:
+        return text.read_table(path).divided(str(path))
+
+    wide = "text,label\na,b\né,c\n".encode("utf-16")
+    jsonl = b"".join(b'{"text": "a %d", "label": %d}\n' % (n, n % 2) for n in range(8))
+    tsv = b'text\tlabel\n"a\tb"\tx\nc "d\ty\n' * 4
+    user = {"x": [[0.5] * 784] * 6, "y": [1, 2, 3] * 2}
+    line = {"x": ["x" * leaf.WINDOW] * 6, "y": list("abcabc")}
+    leafs = [
+        json.dumps({"users": ["u"], "num_samples": [6], "user_data": {"u": each}}).encode() for each in (user, line)
+    ]
+    patient = b"63.0,1.0,1.0,145.0,233.0,1.0,2.0,150.0,0.0,2.3,3.0,0.0,6.0,0\n"
+    patient += b"67.0,1.0,4.0,?,286.0,0.0,2.0,108.0,1.0,1.5,2.0,3.0,3.0,2\n"
+
+    def of_leaf(path: Path) -> object:
+        root = path.parent.parent
+        (root / "test").mkdir(exist_ok=True)
+        (root / "test" / "a.json").write_bytes(path.read_bytes())
+        return leaf.femnist(root) if leaf.kind(root) == "images" else leaf.shakespeare(root).divided("leaf")
+
+    return [
+        Target("tsv", [tsv], _file(folder / "a.tsv", divided)),
+        Target("jsonl", [jsonl], _file(folder / "a.jsonl", divided), as_lines),
+        Target("csv in utf-16", [wide], _file(folder / "w.csv", divided)),
+        Target("leaf", leafs, _file(folder / "leaf" / "train" / "a.json", of_leaf), as_json),
+        Target("heart disease", [patient * 5], _file(folder / "h.data", lambda p: heart.read([p] * 4))),
     ]
 
 

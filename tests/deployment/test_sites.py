@@ -120,7 +120,7 @@ def test_a_site_that_does_not_answer_is_left_out_of_the_round(tmp_path: Path) ->
 
     result = served(Silent(tmp_path), tmp_path / "run", rounds=3)
     assert [r["dropped"] for r in result.records] == [0, 1, 0]
-    assert "client 1 dropped: no answer within 5 s" in (tmp_path / "run/log.txt").read_text()
+    assert "client south dropped: no answer within 5 s" in (tmp_path / "run/log.txt").read_text()
 
 
 def test_a_site_that_comes_late_takes_part_from_then_on(tmp_path: Path) -> None:

@@ -121,7 +121,9 @@ def resolve(
 def _fill_dependent(merged: dict[str, Any], method: str, data: Glance | None, default_regions: int | None) -> None:
     """Fill in the defaults that depend on other settings, and on the data."""
     if not {"partition", "model", "lr", "optimizer"} <= merged.keys():
-        words = [str(merged.get(name, "")) for name in ("data", "target", "client_column")]
+        words = [
+            str(merged.get(name, Config.model_fields[name].default)) for name in ("data", "target", "client_column")
+        ]
         about = data or sources.glance(*words)
         if about.owners:
             _use_owners(merged)

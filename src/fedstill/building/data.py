@@ -22,7 +22,7 @@ from fedstill.data.formats.table import read as read_table
 from fedstill.data.formats.text import Columns
 from fedstill.data.preprocessing import Column, TablePreprocessing
 from fedstill.data.proxy import balanced, check_stands_in, match_channels
-from fedstill.data.sources import glance, is_table, is_text
+from fedstill.data.sources import existing_path, glance, is_table, is_text
 from fedstill.data.statistics import ColumnSums, client_sums, constant, merged, with_table
 from fedstill.models import image_size
 from fedstill.models.pretrained import DISTILBERT, has_learnt
@@ -38,7 +38,7 @@ def load_data(config: Config, tokenizer: str = "", table: TablePreprocessing | N
     if custom.is_reference(config.data):
         return made_data(config.data)
     if is_table(config.data, config.target):
-        return load_dataset(config.data, table=table_settings(config, table))
+        return read_table(existing_path(config.data), table_settings(config, table))
     _check_no_table(config)
     if not config.data:
         return _described(config)

@@ -17,7 +17,8 @@ Allow = Annotated[
     list[str] | None,
     typer.Option(
         metavar="METHOD",
-        help=r"A method that may send more than weights; can be repeated. \[on a terminal, you are asked]",
+        help="A method that may send more than weights, or 'statistics', the sums over a table's columns; can be "
+        r"repeated. \[on a terminal, you are asked]",
         rich_help_panel=POLICY,
     ),
 ]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedstill.cli import cache, figures, keys
+from fedstill.cli import cache, columns, figures, keys
 from fedstill.cli.consent import (
     Allow,
     Deny,
@@ -43,6 +43,7 @@ app = typer.Typer(
 app.add_typer(figures.app, name="figure", rich_help_panel="Look")
 app.add_typer(keys.app, name="keys", rich_help_panel="Many machines")
 app.command(name="cache", rich_help_panel="Look")(cache.cache)
+app.command(name="columns", rich_help_panel="Look")(columns.columns)
 
 COLUMNS = ("target", "text_column", "label_column", "client_column")
 FEDERATION = ("data", "data_dir", *COLUMNS, "partition", "alpha", "clients", "regions")
@@ -255,8 +256,11 @@ def join(
     ca: Ca = None,
     data: Annotated[
         str,
-        typer.Option(help=r"The site's data: a folder, an .npz, a .csv or file.py:function. \[its share of the run's]"),
+        typer.Option(
+            help=r"The site's data: a folder, an .npz, a .csv, a table or file.py:function. \[its share of the run's]"
+        ),
     ] = "",
+    target: Annotated[str, typer.Option(help=r"Of a table: the column with the label. \[the run's]")] = "",
     data_dir: OwnDataDir = "",
     text_column: OwnTextColumn = "",
     label_column: OwnLabelColumn = "",
@@ -278,7 +282,8 @@ def join(
     \b
     fedstill join server.example:9092 --key trial/sites/north --ca trial/ca.pem --data ./images
 
-    What is sent is listed in the site's audit.jsonl. Methods that send more than weights need --allow METHOD.
+    What is sent is listed in the site's audit.jsonl. Methods that send more than weights need --allow METHOD; of a
+    table, sums over its columns (means, spreads, categories) need --allow statistics.
     """
     agreed = policy_of(
         policy, allow=allow or [], deny=deny or [], max_rounds=max_rounds, max_hours=max_hours, download=download
@@ -286,7 +291,7 @@ def join(
     importlib.import_module("fedstill.cli.network").join(
         server, key=key, ca=ca, directory=directory, insecure=insecure, policy=agreed,
         ask=ask if on_terminal() else None,
-        data=data, data_dir=data_dir, method=method, model=model, pretrained=pretrained, device=device,
+        data=data, target=target, data_dir=data_dir, method=method, model=model, pretrained=pretrained, device=device,
         text_column=text_column, label_column=label_column,
     )  # fmt: skip
 

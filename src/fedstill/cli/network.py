@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from fedstill.analysis.tables import results_table
 from fedstill.building.config import Config
-from fedstill.building.data import load_data, undivided
+from fedstill.building.data import dataset_in, load_data, undivided
 from fedstill.building.setup import largest_answer
 from fedstill.cli.commands import Flags, config_of, console, print_table, run_in, run_name, say
 from fedstill.cli.failure import TERMINATED, Terminated
@@ -30,6 +30,7 @@ from fedstill.deployment.region import RegionalServer
 from fedstill.deployment.server import Terms, regions_of
 from fedstill.deployment.server import serve as serve_sites
 from fedstill.deployment.site import LocalInputs, Site
+from fedstill.deployment.statistics import widest
 from fedstill.running import files
 
 if TYPE_CHECKING:
@@ -95,14 +96,15 @@ def serve(
     _needs_flower()
     public, revoked = _public_keys(keys), _revoked(keys)
     terms = _terms(public, timeout, needed, wait_after, recount)
-    config = config_of(method, flags if regional else {**flags, "clients": len(public)}, assignments)
+    config = config_of(method, flags, assignments)
+    config = config if regional else config.model_copy(update={"clients": len(public)})
     path = out or _begun(config, len(revoked)) or Path("runs") / f"served-{run_name(config)}"
     names = list(public)
     if regional:
         names += sorted(revoked & {table.name for table in config.each_region()})
         regions_of(config, names)
     _warn(insecure)
-    limit = largest_answer(config, undivided(config, load_data(config)))
+    limit = largest_answer(config, undivided(config, widest(config, dataset_in(load_data(config)))))
     with (
         _terminable(),
         run_in(path, again="the same command") as display,

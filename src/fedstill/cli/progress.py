@@ -84,7 +84,7 @@ class Display(Listener):
         self._setup = setup
         c = setup.config
         self._console.print(
-            f"{c.method} on {c.data}: {setup.federation.clients} clients, {c.partition} partition, "
+            f"{c.method} on {c.data or 'tables'}: {setup.federation.clients} clients, {c.partition} partition, "
             f"{c.model} with {setup.task.size:,} weights, {c.rounds - done} rounds",
             style="bold",
             markup=False,

@@ -15,7 +15,7 @@ from fedstill.data import download, huggingface, tokens
 from fedstill.data.cache import cached
 from fedstill.data.dataset import Dataset
 from fedstill.data.download import Progress
-from fedstill.data.formats import arrays, images, leaf, table, text
+from fedstill.data.formats import arrays, columns, images, leaf, table, text
 from fedstill.data.formats.decoded import Decoded, finish, source_file, to_dataset
 from fedstill.data.formats.table import TableSettings
 from fedstill.data.formats.table import read as read_table
@@ -95,17 +95,18 @@ def glance(name: str, target: str = "", client_column: str = "") -> Glance:
     (Glance(kind='images', owners=False), Glance(kind='text', owners=False))
     """
     path = Path(name).expanduser()
-    kind: Kind = "table" if is_table(name, target) else "text" if is_text(name) else "images"
-    if name in SOURCES:
-        return Glance("table" if SOURCES[name].table else kind, SOURCES[name].owners)
-    if name in names() or not path.exists():
-        return Glance(kind, owners=huggingface.is_name(name) and bool(client_column))
+    rows = not name or (name in SOURCES and SOURCES[name].table)  # no name: a server that knows only tables' columns
+    kind: Kind = "table" if rows or is_table(name, target) else "text" if is_text(name) else "images"
+    if not name or name in names() or not path.exists():
+        published = name in SOURCES and SOURCES[name].owners
+        return Glance(kind, owners=published or (huggingface.is_name(name) and bool(client_column)))
     if path.is_dir():
         return Glance(kind, owners=(path / "clients").is_dir() or bool(leaf.kind(path)))
     try:
         if kind in ("table", "text"):
-            columns = ["client"] if client_column else text.header(path) if kind == "text" else table.header(path)
-            return Glance(kind, owners="client" in [c.lower() if kind == "text" else c for c in columns])
+            header = text.header if kind == "text" else columns.header
+            found = ["client"] if client_column else header(path)
+            return Glance(kind, owners="client" in [c.lower() if kind == "text" else c for c in found])
         shapes = arrays.shapes(path) if path.suffix == ".npz" else {}
     except (DataError, SettingError):
         return Glance(kind)

@@ -25,6 +25,7 @@ from fedstill.data.preprocessing import Column, TablePreprocessing
 MOST_CATEGORIES = 100  # of a column; more are names, dates or numbers in disguise
 LONGEST_CATEGORY = 200  # characters
 _MOST = 10**8  # rows of an owner
+PARTS = ("present", "missing", "sums", "squares", "counts")  # of a message
 _KINDS = {"present": torch.int64, "missing": torch.int64, "sums": torch.float64, "squares": torch.float64}
 
 
@@ -76,7 +77,7 @@ def from_message(answer: Any, table: TablePreprocessing) -> ColumnSums:
     """The sums in a message from elsewhere; DataError if they are none of this table's."""
     width, wrong = len(table.columns), DataError("these are no sums over the run's columns")
     tensors, categories = (answer.get(key) if isinstance(answer, dict) else None for key in ("message", "categories"))
-    if not isinstance(tensors, dict) or tensors.keys() != {*_KINDS, "counts"} or not isinstance(categories, list):
+    if not isinstance(tensors, dict) or tensors.keys() != set(PARTS) or not isinstance(categories, list):
         raise wrong
     if not all(isinstance(part, Tensor) and part.dim() == 1 for part in tensors.values()) or len(categories) != width:
         raise wrong
@@ -148,8 +149,8 @@ def _moments(owners: Sequence[ColumnSums], place: int) -> tuple[float, float]:
     return mean, math.sqrt(variance) if variance > rounding else 0.0
 
 
-def with_table(dataset: Dataset, table: TablePreprocessing) -> Dataset:
-    """The dataset with another preprocessing of the same columns; DataError if they are not the same."""
+def own_columns(dataset: Dataset, table: TablePreprocessing) -> TablePreprocessing:
+    """The columns as the dataset has them; DataError if they are not those of the `table` of a run."""
     own = dataset.table
     if own is None:
         raise DataError("the run is about a table, and these data are none; a table has a target column (--target)")
@@ -159,6 +160,12 @@ def with_table(dataset: Dataset, table: TablePreprocessing) -> Dataset:
             raise DataError(f"column {column.name!r} stands where the run has {other.name!r}, {wanted}")
     if len(own.columns) != len(table.columns):
         raise DataError(f"there are {len(own.columns)} columns here, and the run has {len(table.columns)}")
+    return own
+
+
+def with_table(dataset: Dataset, table: TablePreprocessing) -> Dataset:
+    """The dataset with another preprocessing of the same columns."""
+    own = own_columns(dataset, table)
 
     def recoded(split: Split) -> Split:
         x = split.x

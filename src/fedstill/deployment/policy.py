@@ -20,16 +20,18 @@ from fedstill.building.task import network_maker
 from fedstill.core import custom
 from fedstill.core.errors import SettingError, unknown
 from fedstill.core.files import read_json, write_json
-from fedstill.core.reports import Code, Refusal
+from fedstill.core.reports import Code, Refusal, cleaned
 from fedstill.data.dataset import Dataset
+from fedstill.data.preprocessing import TablePreprocessing, from_json
 from fedstill.methods import registry
 from fedstill.methods.base import Method, Part, misfit
-from fedstill.methods.kinds import MEANING, Kind
+from fedstill.methods.kinds import COLUMN_STATISTICS, MEANING, Kind
 from fedstill.running.rollback import ROLLBACKS
 from fedstill.train.task import Task
 
 _MOST_TEXT = 1 << 20  # bytes of settings
 _MOST_TOKENIZER = 64 << 20  # bytes of a tokenizer's JSON
+_MOST_TABLE = 16 << 20  # bytes of the description of a table's columns
 
 
 Limit = Annotated[int, Field(ge=1)]
@@ -39,10 +41,11 @@ Limit = Annotated[int, Field(ge=1)]
 class Policy:
     """What a site's owner allows. The default: methods that send weights alone, of sizes that are common."""
 
-    allow: tuple[str, ...] = ()  # methods that may send more than weights
+    allow: tuple[str, ...] = ()  # methods that may send more than weights; "statistics": sums over a table's columns
     deny: tuple[Kind, ...] = ()  # kinds of information that never leave the site
     max_rounds: Annotated[int, Field(ge=0)] = 0  # trainings for one run, at most; 0: no limit
     max_hours: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of work for one run, at most; 0: no limit
+    min_count: Limit = 5  # rows behind a number or a category of a table's statistics, at least
     download: bool = False  # whether datasets and encoders that a server names may be fetched
     max_parameters: Limit = 500_000_000  # numbers in the network
     max_epochs: Limit = 1000  # passes over the data in a round
@@ -74,8 +77,8 @@ def read(path: Path | None, **given: Any) -> Policy:
         raise SettingError(f"{path or 'policy'}: {registry.explain(error)}") from error
     for name in policy.allow:
         for part in [] if custom.is_reference(name) else name.split("+"):
-            if part not in (methods := [*registry.names(), *registry.modifiers()]):
-                raise unknown("method", part, methods)
+            if part not in (known := [*registry.names(), *registry.modifiers(), Kind.STATISTICS.value]):
+                raise unknown("method", part, known)
     return policy
 
 
@@ -151,6 +154,17 @@ def check_run(policy: Policy, run: Mapping[str, Any]) -> None:
         raise Refusal(Code.TOKENIZER_REFUSED, f"the run's tokenizer has more than {_MOST_TOKENIZER:,} characters")
 
 
+def table_of(run: Mapping[str, Any]) -> TablePreprocessing | None:
+    """What the server says of the columns of a table; None: the run is about none."""
+    text = run.get("table", "")
+    if not isinstance(text, str) or len(text) > _MOST_TABLE:
+        raise Refusal(Code.BAD_REQUEST, f"the run's table is no text of at most {_MOST_TABLE:,} characters")
+    found = from_json(text) if text else None
+    if not isinstance(found, TablePreprocessing | None):
+        raise Refusal(Code.BAD_REQUEST, "the run's table is none")
+    return found
+
+
 def check_network(policy: Policy, config: Config, dataset: Dataset, method: Method) -> None:
     """Refuse a network that is too large, before there is memory for it."""
     if custom.is_reference(config.model) or config.model == "distilbert":
@@ -205,6 +219,22 @@ class Consent:
             f"{name} sends beside weights: {beyond}; to allow it, start the site with {flags}, or name it in its "
             "policy",
         )
+
+    def check_statistics(self, number: str, columns: Sequence[str]) -> None:
+        """Refuse to tell sums over a table's columns, unless the policy or the owner allows it."""
+        if Kind.STATISTICS in self.policy.deny:
+            raise Refusal(Code.NOT_ALLOWED, "statistics of the table's columns are denied by this site's policy")
+        if Kind.STATISTICS in self.policy.allow:
+            return
+        more = f" and {len(columns) - 20} more" if len(columns) > 20 else ""
+        names = cleaned(", ".join(columns[:20]), 400) + more
+        question = f"a server wants statistics of this site's table: {COLUMN_STATISTICS}; of the columns {names}"
+        answer = self._owner_answer((number, f"columns {names}", (Kind.STATISTICS,)), question)
+        if not answer:
+            raise Refusal(
+                Code.NOT_ALLOWED if answer is False else Code.CONSENT_PENDING,
+                f"{question}; to allow it, start the site with --allow statistics, or name it in its policy",
+            )
 
     def _owner_answer(self, about: _Question, question: str) -> bool | None:
         """The owner's answer; None: there is none yet. A server does not wait as long as a person may take."""

@@ -11,6 +11,7 @@ from fedstill.core.reports import cleaned, sentence
 from fedstill.core.tree import Tree
 
 _MOST = 10**8  # samples of a site
+STATISTICS = "Statistics"  # the kind of the request for sums over a table's columns
 
 RunInfo = dict[str, Any]
 """What a site has to know of a run, sent along with every request; `server.serve` lists its keys."""

@@ -26,6 +26,7 @@ from fedstill.core.tree import Message, Tree
 from fedstill.data import download
 from fedstill.data.dataset import Dataset, Split
 from fedstill.data.federation import Federation
+from fedstill.data.statistics import with_table
 from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, AuditLog, RecordedLink, answer_entry
 from fedstill.deployment.episodes import TOTALS
@@ -330,10 +331,13 @@ def _server_data(config: Config, method: Method, run_info: RunInfo) -> tuple[Con
     needs = method.needs()
     if needs.server_labels or needs.proxy_data:
         dataset = dataset_in(load_data(config))
+        if table := policies.table_of(run_info):
+            dataset = with_table(dataset, table)
     else:
         config = config.model_copy(update={"proxy": "", "pool": 0.0})
-        kind = torch.int32 if run_info["tokenizer"] else torch.float32
+        table = policies.table_of(run_info)
+        kind = torch.int32 if run_info["tokenizer"] else torch.float64 if table else torch.float32
         nothing = Split(torch.zeros(2, *run_info["shape"], dtype=kind), torch.zeros(2, dtype=torch.int64))
         description = (tuple(run_info[name]) for name in ("classes", "mean", "std"))
-        dataset = Dataset("", nothing, nothing, *description, tokenizer=run_info["tokenizer"])
+        dataset = Dataset("", nothing, nothing, *description, tokenizer=run_info["tokenizer"], table=table)
     return config, undivided(config, dataset)

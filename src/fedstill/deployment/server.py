@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedstill.building.config import Config, anchored, fixed
-from fedstill.building.data import dataset_in, load_data, undivided
+from fedstill.building.data import dataset_in, declared, is_declared, load_data, undivided
 from fedstill.building.setup import prepare
 from fedstill.building.topology import assign
 from fedstill.core.device import find
@@ -25,10 +25,13 @@ from fedstill.core.files import read_sealed_json, write_sealed_json
 from fedstill.core.owner import private_folder
 from fedstill.core.tree import Message, Tree
 from fedstill.data.partition import IntArray
+from fedstill.data.preprocessing import TablePreprocessing
+from fedstill.data.statistics import with_table
 from fedstill.deployment.audit import RecordedLink
 from fedstill.deployment.episodes import TOTALS, EpisodeLoop
 from fedstill.deployment.protocol import RunInfo, SiteLink, are_counts, failure_reason, run_number
 from fedstill.deployment.registry import SiteRegistry
+from fedstill.deployment.statistics import StatisticsPoll
 from fedstill.deployment.waiting import RequestDeadline, ResponseTimes
 from fedstill.engine.base import Engine, Inline
 from fedstill.engine.worker import Request, Score, Worker, kind_of, request_fields
@@ -36,7 +39,7 @@ from fedstill.methods import registry as methods
 from fedstill.models.base import frozen_digest
 from fedstill.running import api, files
 from fedstill.running.directory import RunDirectory
-from fedstill.running.inputs import check_inputs, save_inputs, saved_tokenizer
+from fedstill.running.inputs import check_inputs, save_inputs, saved_table, saved_tokenizer
 from fedstill.running.logfile import logging_to
 from fedstill.running.loop import Listener, RoundLoop, refuse_changes
 from fedstill.running.rollback import ROLLBACKS
@@ -95,7 +98,7 @@ class SiteEngine(Engine):
         if any(isinstance(request, Score) for request in requests):
             assert self._local
             yield from self._local.run(requests, down)
-        else:
+        elif requests:  # a server without data has no test samples to score
             yield from self._clients(requests, down)
 
     def _clients(self, requests: Sequence[Any], down: Message) -> Iterator[Tree]:
@@ -188,7 +191,7 @@ def serve(
     that is known), waits a little, and returns whether to wait on. `revoked` sites may belong to the run; none is
     waited for.
     """
-    _check(config)
+    _check(config, regional=regional)
     if regional:
         clients = regions_of(config, names)
     else:
@@ -223,39 +226,39 @@ def serve(
                 "std": list(dataset.std),
                 "shape": list(dataset.shape),
                 "tokenizer": dataset.tokenizer,  # all must make the same tokens of text
+                "table": dataset.table.model_dump_json() if dataset.table else "",  # and the same of a row
                 "steps": steps,
                 "frozen": frozen,
                 "checkpoint": directory.oldest_checkpoint(),
                 ROLLBACKS: rollbacks,
             }
 
-        registry = SiteRegistry(
-            clients,
-            dataset,
-            server_data,
-            run_info,
-            total=config.clients,
-            names=() if regional else names,
-            changing=regional,
-            max_share=config.max_share,
-            path=directory.path / files.COUNTS,
-        )
-        registry.counts.forget(terms.recount)
+        def new_registry() -> SiteRegistry:
+            return SiteRegistry(
+                clients,
+                dataset,
+                server_data,
+                run_info,
+                total=config.clients,
+                names=() if regional else names,
+                changing=regional,
+                max_share=config.max_share,
+                path=directory.path / files.COUNTS,
+            )
+
         with logging_to(directory.path / files.LOG):
             wanted = set(names) - set(revoked)
             for name in set(names) - wanted:
                 log.warning("%s belongs to this run, and its key was revoked: the run goes on without it", name)
             for name in () if regional else sorted(set(with_keys) - set(names)):
                 log.warning("%s is new, and this run has begun without it: it is for the next one", name)
-            while True:
-                registry.poll(link, timeout=terms.timeout)
-                missing = {name: why for name, why in registry.missing.items() if name in wanted}
-                if not missing or not pause(missing):
-                    break
-            if registry.reported_sites < (needed := min(terms.needed, len(wanted))):
-                raise FedstillError(
-                    f"only {registry.reported_sites} of {len(wanted)} sites are there, {needed} are needed"
-                )
+            if dataset.table is not None:
+                saved = saved_table(out) if directory.oldest_checkpoint() else None
+                poll = StatisticsPoll(new_registry(), dataset.table, config)
+                dataset = with_table(dataset, saved or _columns(config, poll, link, wanted, terms, pause))
+            registry = new_registry()
+            registry.counts.forget(terms.recount)
+            _gather(registry, link, wanted, terms, pause)
             setup = prepare(config, data=registry.federation, elsewhere=True)
         if begun and directory.oldest_checkpoint():
             refuse_changes(fixed(directory.config()), fixed(anchored(config)))
@@ -275,6 +278,38 @@ def serve(
     return api.run_in_directory(setup, directory, listener, engine, loop_class=loop_class)
 
 
+def _columns(
+    config: Config,
+    poll: StatisticsPoll,
+    link: SiteLink,
+    wanted: set[str],
+    terms: Terms,
+    pause: Callable[[dict[str, str]], bool],
+) -> TablePreprocessing:
+    """What a table's columns are, and are standardised by: as declared, or else by what the sites report."""
+    if is_declared(config):
+        return declared(config)
+    _gather(poll, link, wanted, terms, pause)
+    return poll.settled()
+
+
+def _gather(
+    poll: SiteRegistry | StatisticsPoll,
+    link: SiteLink,
+    wanted: set[str],
+    terms: Terms,
+    pause: Callable[[dict[str, str]], bool],
+) -> None:
+    """Poll sites until all that are wanted have answered, or `pause` ends the waiting and enough have."""
+    while True:
+        poll.poll(link, timeout=terms.timeout)
+        missing = {name: why for name, why in poll.missing.items() if name in wanted}
+        if not missing or not pause(missing):
+            break
+    if poll.reported_sites < (needed := min(terms.needed, len(wanted))):
+        raise FedstillError(f"only {poll.reported_sites} of {len(wanted)} sites are there, {needed} are needed")
+
+
 def _created(out: Path, config: Config) -> RunDirectory:
     """For its owner alone, as what each site sent may be in there; the owner may share it later."""
     directory = RunDirectory.create(out, anchored(config))
@@ -282,9 +317,11 @@ def _created(out: Path, config: Config) -> RunDirectory:
     return directory
 
 
-def _check(config: Config) -> None:
+def _check(config: Config, *, regional: bool) -> None:
     """Refuse what only a run on one machine can do, and a device that this one has not."""
     find(config.device)
+    if regional and (config.target or config.columns) and not is_declared(config):
+        raise SettingError("columns: of tables in regions, all must be declared, as 'fedstill columns' does")
     if config.attack:
         raise SettingError("attack: sites that attack can be simulated on one machine, with 'fedstill run'")
     if not config.fixed_regions or config.late_clients or any(r.joins > 1 or r.leaves for r in config.region):

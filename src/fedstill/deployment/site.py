@@ -28,10 +28,12 @@ from fedstill.core.tree import Tree
 from fedstill.data import download, sources, tokens
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation
+from fedstill.data.formats.columns import header
+from fedstill.data.statistics import PARTS, column_sums, own_columns, with_table
 from fedstill.deployment import policy as policies
-from fedstill.deployment.audit import SENT, AuditLog, answer_entry
+from fedstill.deployment.audit import SENT, AuditLog, answer_entry, request_kind
 from fedstill.deployment.policy import Consent, Policy, Usage
-from fedstill.deployment.protocol import RunInfo, run_number
+from fedstill.deployment.protocol import STATISTICS, RunInfo, run_number
 from fedstill.engine.worker import FinalExchange, Request, Score, Train, Worker, request_from
 from fedstill.methods import registry
 from fedstill.methods.base import Method, misfit
@@ -49,6 +51,7 @@ class LocalInputs:
 
     data: str = ""
     data_dir: str = ""
+    target: str = ""  # of a table: the column with the label
     method: str = ""  # a file (file.py:name): no file that a server names is ever run
     model: str = ""
     text_column: str = ""  # of a table of text; which column is which, only the site says
@@ -62,6 +65,7 @@ class LocalInputs:
         files = {"method": self.method, "model": self.model, "data": self.data}
         settings |= {name: value for name, value in files.items() if value}
         settings.pop("tokenizer", None)  # the server sends it, not where it has it
+        settings |= {"target": self.target} if self.target else {}
         named = [(name, settings.get(name, "")) for name in ("method", "model", "data", "proxy")]
         named += [("method", region.get("method", "")) for region in settings.get("region", [])]
         for name, value in named:
@@ -71,7 +75,8 @@ class LocalInputs:
                     Code.FILE_NAMED, f"the run has a {name} that is no name but a file, {value}; give yours to the site"
                 )
         self._name_encoder(settings)
-        settings |= {"text_column": self.text_column, "label_column": self.label_column, "client_column": ""}
+        settings |= {"text_column": self.text_column, "label_column": self.label_column}
+        settings |= {} if settings.get("target") else {"client_column": ""}
         return resolve(settings, {"data_dir": self.data_dir, "device": self.device})
 
     def _name_encoder(self, settings: dict[str, Any]) -> None:
@@ -117,12 +122,29 @@ class Site:
                 policies.check_settings(self._policy, config)
                 self._settings = text, config
         config = self._settings[1]
+        usage = Usage(self._directory / "state" / run_number(run), self._policy)
+        if body == {"kind": STATISTICS}:
+            with usage.work(training=False):
+                return self._statistics(run, config)
         with during(Step.REQUEST):
             request = None if body is None else _request(body, run, config)
-        usage = Usage(self._directory / "state" / run_number(run), self._policy)
         with usage.work(training=isinstance(request, Train | FinalExchange)):
             worker = self._worker(run, config)
             return self._answer(worker, request, down, run)
+
+    def _statistics(self, run: RunInfo, config: Config) -> Tree:
+        """Sums over the columns of the site's training rows, from which a server makes the preprocessing of a table."""
+        with during(Step.SETTINGS):
+            policies.check_run(self._policy, run)
+            table = policies.table_of(run)
+            if table is None or not self._inputs.data:
+                raise SettingError("statistics are of a site's own table: start it with --data and --target")
+        with during(Step.CONSENT):
+            self._consent.check_statistics(run_number(run), [column.name for column in table.columns])
+        with during(Step.LOAD):
+            found = dataset_of(load_data(_own_columns(config, run), table=table), "the site's data")
+        with during(Step.PREPARE):
+            return column_sums(own_columns(found, table), found.train.x, self._policy.min_count).message()
 
     def _answer(self, worker: Worker, request: Request | None, down: Tree, run: RunInfo) -> Tree:
         private = Kind.METRICS in self._policy.deny
@@ -155,7 +177,9 @@ class Site:
     def record(self, message: Tree, answer: Tree) -> None:
         """Write down what is about to be sent, in the site's audit log."""
         kinds: dict[str, str] = {}
-        if self._ready is not None:
+        if request_kind(message) == {"request": STATISTICS}:
+            kinds = dict.fromkeys(PARTS, Kind.STATISTICS)
+        elif self._ready is not None:
             worker = self._ready[1]
             for task, method in worker.regional or ((worker.task, worker.method),):
                 kinds |= policies.kinds_of(method, task)
@@ -174,12 +198,19 @@ class Site:
         if run["tokenizer"]:
             with during(Step.SETTINGS):
                 check_tokenizer(run["tokenizer"])
+        with during(Step.SETTINGS):
+            table = policies.table_of(run)
         config = config.model_copy(update={"tokenizer": run["tokenizer"]})
+        config = _own_columns(config, run) if table and self._inputs.data else config
         if self._inputs.data and config.proxy == "pool":  # which the server alone has
             config = config.model_copy(update={"proxy": ""})
         with during(Step.LOAD), self._fetching(own=bool(self._inputs.data)):
-            found = dataset_of(load_data(config), "the site's data")
+            found = dataset_of(load_data(config, table=table), "the site's data")
         with during(Step.PREPARE):
+            if table:
+                found = with_table(found, table)
+            elif found.table:
+                raise DataError("these data are a table, and the run is about none")
             federation = self._federation(config, run, found)
             method = registry.make(config.method, config.hyper)
             policies.check_network(self._policy, config, federation.dataset, method)
@@ -238,6 +269,20 @@ class Site:
         return Federation(dataset, train, later * len(train), test, later * len(test), pool, source)
 
 
+def _own_columns(config: Config, run: RunInfo) -> Config:
+    """The settings for a site's own table: which columns are features is known, and all rows are the site's."""
+    path = Path(config.data).expanduser()
+    own: dict[str, Any] = {
+        "classes": run["classes"],
+        "client_column": "",
+        "drop_columns": [],
+        "categorical_columns": [],
+    }
+    if config.split_column and sources.is_table(config.data, config.target) and path.is_file():
+        own["split_column"] = config.split_column if config.split_column in header(path) else ""
+    return config.model_copy(update=own)
+
+
 def _trained_with(worker: Worker, request: Train | FinalExchange) -> tuple[Task, Method]:
     """What a request is carried out with."""
     if worker.regional and isinstance(request, Train):
@@ -281,7 +326,7 @@ def _labelled_as(found: Dataset, classes: Sequence[str]) -> Dataset:
     unknown = [name for name in found.classes if name not in classes]
     if not unknown:
         return _renumbered(found, [classes.index(name) for name in found.classes], classes)
-    if not all(name.isdecimal() for name in found.classes):
+    if found.table or not all(name.isdecimal() for name in found.classes):
         raise DataError(f"the class {unknown[0]!r} here is none of the server's: {', '.join(classes)}")
     numbers = [int(name) for name in found.classes]
     if max(numbers) >= len(classes):

@@ -1,13 +1,18 @@
-"""When a round ends without the sites that do not answer."""
+"""When a round ends without the sites that do not answer, and when one that could not take part is polled again."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any
 
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE = 20.0  # seconds after which a site that could not take part is polled again; then twice as long each time
+_LONGEST_PAUSE = 600.0  # seconds after which it is, at the latest
 _FACTOR = 10.0  # times as long as usual
 _SHORTEST = 30.0  # seconds
 
@@ -68,3 +73,23 @@ class RequestDeadline:
                 yield site, answer
         finally:
             self._times.finish(self._kind, self._sites)
+
+
+class Refusals:
+    """Sites that could not take part: why, and when each is polled again."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+        self._times: dict[str, int] = {}
+        self._not_before: dict[str, float] = {}
+
+    def add(self, name: str, reason: str) -> None:
+        if self.reasons.get(name) != reason:
+            log.warning("%s cannot take part: %s", name, reason)
+        self.reasons[name] = reason
+        wait = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(self._times.get(name, 0), 10))
+        self._times[name] = self._times.get(name, 0) + 1
+        self._not_before[name] = time.monotonic() + wait
+
+    def due(self, name: str) -> bool:
+        return time.monotonic() > self._not_before.get(name, -math.inf)

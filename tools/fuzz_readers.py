@@ -29,7 +29,7 @@ from fedstill.core.files import read_json, read_sealed_json, write_sealed_json
 from fedstill.core.index import Index
 from fedstill.core.store import Store
 from fedstill.data import cache, from_frame, tokens
-from fedstill.data.formats import arrays, cifar, idx, images, mat, table, text
+from fedstill.data.formats import arrays, cifar, heart, idx, images, leaf, mat, table, text
 from fedstill.data.preprocessing import from_json
 from fedstill.flower.records import from_records, to_records
 from fedstill.running.directory import RunDirectory
@@ -48,7 +48,8 @@ class Target:
 
 def targets(folder: Path) -> list[Target]:
     """Every reader, with files of its own in a folder."""
-    return [*_messages(), *_datasets(folder), *_settings(folder), *_run_directories(folder)]
+    datasets = [*_datasets(folder), *_texts_and_federations(folder)]
+    return [*_messages(), *datasets, *_settings(folder), *_run_directories(folder)]
 
 
 def _file(path: Path, read: Callable[[Path], object]) -> Callable[[bytes], object]:
@@ -186,8 +187,8 @@ def _datasets(folder: Path) -> list[Target]:
             for kind, made in pictures.items()
         ),
         Target("images", [pictures["PNG"].getvalue()], _file(folder / "images" / "0" / "9.png", of_images)),
-        Target("csv", csvs, _file(folder / "a.csv", divided(text.read_csv))),
-        Target("csv.gz", [gzip.compress(csvs[0])], _file(folder / "a.csv.gz", divided(text.read_csv)), as_gzip),
+        Target("csv", csvs, _file(folder / "a.csv", divided(text.read_table))),
+        Target("csv.gz", [gzip.compress(csvs[0])], _file(folder / "a.csv.gz", divided(text.read_table)), as_gzip),
         Target("table", tables, _file(folder / "table.csv", of_table)),
         Target("parquet", [parquet.getvalue()], _file(folder / "table.parquet", of_table)),
         Target("preprocessing", [preprocessing], from_json, as_json),
@@ -195,6 +196,36 @@ def _datasets(folder: Path) -> list[Target]:
         Target("sst5", [trees], _file(folder / "t.txt", divided(lambda p: text.sst5([p, p])))),
         Target("tokenizer", [made_tokenizer], of_tokenizer, as_json),
         Target("cache", [meta], _file(folder / "stored" / "meta.json", lambda p: cache._read(p.parent)), as_json),
+    ]
+
+
+def _texts_and_federations(folder: Path) -> list[Target]:
+    def divided(path: Path) -> object:
+        return text.read_table(path).divided(str(path))
+
+    wide = "text,label\na,b\né,c\n".encode("utf-16")
+    jsonl = b"".join(b'{"text": "a %d", "label": %d}\n' % (n, n % 2) for n in range(8))
+    tsv = b'text\tlabel\n"a\tb"\tx\nc "d\ty\n' * 4
+    user = {"x": [[0.5] * 784] * 6, "y": [1, 2, 3] * 2}
+    line = {"x": ["x" * leaf.WINDOW] * 6, "y": list("abcabc")}
+    leafs = [
+        json.dumps({"users": ["u"], "num_samples": [6], "user_data": {"u": each}}).encode() for each in (user, line)
+    ]
+    patient = b"63.0,1.0,1.0,145.0,233.0,1.0,2.0,150.0,0.0,2.3,3.0,0.0,6.0,0\n"
+    patient += b"67.0,1.0,4.0,?,286.0,0.0,2.0,108.0,1.0,1.5,2.0,3.0,3.0,2\n"
+
+    def of_leaf(path: Path) -> object:
+        root = path.parent.parent
+        (root / "test").mkdir(exist_ok=True)
+        (root / "test" / "a.json").write_bytes(path.read_bytes())
+        return leaf.femnist(root) if leaf.kind(root) == "images" else leaf.shakespeare(root).divided("leaf")
+
+    return [
+        Target("tsv", [tsv], _file(folder / "a.tsv", divided)),
+        Target("jsonl", [jsonl], _file(folder / "a.jsonl", divided), as_lines),
+        Target("csv in utf-16", [wide], _file(folder / "w.csv", divided)),
+        Target("leaf", leafs, _file(folder / "leaf" / "train" / "a.json", of_leaf), as_json),
+        Target("heart disease", [patient * 5], _file(folder / "h.data", lambda p: heart.read([p] * 4))),
     ]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedstill.core.errors import DataError, FedstillError, SettingError
-    from fedstill.data import Dataset, Split, TableSettings, from_arrays, from_frame, from_torch, load
+    from fedstill.data import Dataset, Split, TableSettings, from_arrays, from_frame, from_huggingface, from_torch, load
     from fedstill.data.federation import Federation, federate, from_clients
     from fedstill.methods.base import Part, Server, Uplink, Wire
     from fedstill.methods.fedavg import FedAvg
@@ -28,7 +28,16 @@ __version__ = "0.1.0"
 # Loaded when first used, so that `import fedstill` and `fedstill --help` do not wait for PyTorch.
 _HOMES = {
     "fedstill.core.errors": ("DataError", "FedstillError", "SettingError"),
-    "fedstill.data": ("Dataset", "Split", "TableSettings", "from_arrays", "from_frame", "from_torch", "load"),
+    "fedstill.data": (
+        "Dataset",
+        "Split",
+        "TableSettings",
+        "from_arrays",
+        "from_frame",
+        "from_huggingface",
+        "from_torch",
+        "load",
+    ),
     "fedstill.data.federation": ("Federation", "federate", "from_clients"),
     "fedstill.running.api": ("Result", "resume", "run"),
     "fedstill.methods.base": ("Part", "Server", "Uplink", "Wire"),
@@ -60,6 +69,7 @@ __all__ = [
     "from_arrays",
     "from_clients",
     "from_frame",
+    "from_huggingface",
     "from_torch",
     "kl",
     "load",

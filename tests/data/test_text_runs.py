@@ -168,7 +168,7 @@ def test_a_dry_run_asks_nothing_of_the_hub_and_shows_how_text_is_trained(monkeyp
 
 def test_help_names_what_text_takes() -> None:
     said = " ".join(commandline.fedstill("run", "--help").out.replace("│", " ").split())
-    for word in ("transformer, bag, distilbert", ".csv of text"):
+    for word in ("transformer, bag, lstm, distilbert", "table of text"):
         assert word in said
 
 

@@ -129,13 +129,13 @@ def test_a_table_is_read_once_and_then_mapped(tmp_path: Path, monkeypatch: pytes
     path = table(tmp_path / "mine.csv", "text,label\n" + "good,1\nbad,0\n" * 10)
     first = load(str(path), text=SETTINGS)
     reads: list[Path] = []
-    real = text.read_csv
+    real = text.read_table
 
-    def counted(path: Path, *, labelled: bool = True) -> Corpus:
+    def counted(path: Path, columns: text.Columns, *, labelled: bool = True) -> Corpus:
         reads.append(path)
-        return real(path, labelled=labelled)
+        return real(path, columns, labelled=labelled)
 
-    monkeypatch.setattr(text, "read_csv", counted)
+    monkeypatch.setattr(text, "read_table", counted)
     again = load(str(path), text=SETTINGS)
     assert not reads
     assert torch.equal(first.train.x, again.train.x)

@@ -56,6 +56,8 @@ def anchored(config: Config) -> Config:
         files = name in ("data", "proxy", "tokenizer")
         if custom.is_reference(value):
             update[name] = _anchored(value)
+        elif files and is_saved(value):
+            update[name] = f"hf:{Path(value.removeprefix('hf:')).expanduser().resolve()}"
         elif files and value and value not in sources.names() and Path(value).expanduser().exists():
             update[name] = str(Path(value).expanduser().resolve())
     folder = config.model_options.get("pretrained")
@@ -233,6 +235,11 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def is_saved(name: str) -> bool:
+    """Whether a name is of a folder that the Hugging Face library saved."""
+    return name.startswith("hf:") and Path(name.removeprefix("hf:")).expanduser().is_dir()
 
 
 def is_object(name: str) -> bool:

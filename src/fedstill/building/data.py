@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,37 +11,40 @@ import torch
 from torch import Tensor
 
 from fedstill.building.config import Config, is_object
+from fedstill.building.given import as_data
 from fedstill.core import custom
-from fedstill.core.errors import SettingError
+from fedstill.core.errors import DataError, SettingError
 from fedstill.data import TableSettings, TextSettings, tokens
 from fedstill.data import load as load_dataset
 from fedstill.data.dataset import Dataset, Split, sized
 from fedstill.data.federation import Federation, federate
 from fedstill.data.formats.table import read as read_table
+from fedstill.data.formats.text import Columns
 from fedstill.data.preprocessing import Column, TablePreprocessing
 from fedstill.data.proxy import balanced, check_stands_in, match_channels
-from fedstill.data.sources import glance, is_table, is_text
+from fedstill.data.sources import existing_path, glance, is_table, is_text
 from fedstill.data.statistics import ColumnSums, client_sums, constant, merged, with_table
 from fedstill.models import image_size
 from fedstill.models.pretrained import DISTILBERT, has_learnt
 from fedstill.train.task import Samples
 
 
-def load_data(config: Config, tokenizer: str = "", table: TablePreprocessing | None = None) -> Dataset:
+def load_data(config: Config, tokenizer: str = "", table: TablePreprocessing | None = None) -> Dataset | Federation:
     """The dataset that the configuration names, images at the size that the model needs, text in a model's tokens.
 
-    Of a `table` the columns are known already: at a site, those of the run.
+    It is a federation if a function of the user's makes one. Of a `table` the columns are known already: at a site,
+    those of the run.
     """
     if custom.is_reference(config.data):
-        return custom_dataset(config.data)
+        return custom_data(config.data)
     if is_table(config.data, config.target or config.client_column):  # which without a target is refused
-        return read_table(Path(config.data).expanduser(), table_settings(config, table))
+        return read_table(existing_path(config.data), table_settings(config, table))
     _check_no_table(config)
     if not config.data:
         return _described(config)
     if is_text(config.data):
         tokenizer = tokenizer or wanted_tokenizer(config)
-    text = TextSettings(tokenizer, config.vocabulary, config.max_length)
+    text = TextSettings(tokenizer, config.vocabulary, config.max_length, columns=columns_of(config))
     size = config.image_size if glance(config.data).kind == "rows" else wanted_size(config)
     return load_dataset(config.data, config.data_dir or None, size, text=text)
 
@@ -123,7 +126,9 @@ def _described(config: Config) -> Dataset:
 
 def _check_no_table(config: Config) -> None:
     """Refuse settings of a table where the data are something else."""
-    names = ("target", "client_column", "split_column", "categorical_columns", "drop_columns")
+    names: tuple[str, ...] = ("target", "client_column", "split_column", "categorical_columns", "drop_columns")
+    if is_text(config.data) or config.data.startswith("hf:"):
+        names = tuple(name for name in names if name != "client_column")
     for name in (*names, *(("columns", "classes") if config.data else ())):
         if (value := getattr(config, name)) and (config.data or name not in ("target", "client_column")):
             hint = "; for an accuracy to reach, set target_accuracy" if name == "target" else ""
@@ -133,12 +138,18 @@ def _check_no_table(config: Config) -> None:
             )
 
 
+def columns_of(config: Config) -> Columns:
+    """What the columns of a table of text are called."""
+    return Columns(config.text_column, config.label_column, config.client_column)
+
+
 def data_source(config: Config) -> tuple[str | int, ...]:
     """What `load_data` depends on."""
     if is_table(config.data, config.target):
         return (config.data, repr(table_settings(config)))
+    columns = (config.text_column, config.label_column, config.client_column)
     text = (wanted_tokenizer(config), config.vocabulary, config.max_length) if is_text(config.data) else ()
-    return (config.data, config.data_dir, wanted_size(config), *text)
+    return (config.data, config.data_dir, wanted_size(config), *columns, *text)
 
 
 def wanted_tokenizer(config: Config) -> str:
@@ -168,15 +179,24 @@ def encoder_of(config: Config) -> str:
     return str(config.model_options.get("pretrained", DISTILBERT)) if config.model == "distilbert" else ""
 
 
-def custom_dataset(reference: str) -> Dataset:
+def custom_data(reference: str) -> Dataset | Federation:
     """What a user's function makes."""
-    dataset = custom.call(reference)
-    if not isinstance(dataset, Dataset):
-        raise SettingError(
-            f"{reference} returns a {type(dataset).__name__}; it must return a fedstill.Dataset "
-            "(fedstill.from_arrays makes one)"
-        )
-    return dataset
+    data = as_data(custom.call(reference), f"what {reference} returns")
+    if isinstance(data, str):
+        raise SettingError(f"{reference} returns the name {data!r}; set data to that, or return the data themselves")
+    return data
+
+
+def dataset_in(data: Dataset | Federation) -> Dataset:
+    """The dataset, divided or not."""
+    return data.dataset if isinstance(data, Federation) else data
+
+
+def dataset_of(data: Dataset | Federation, what: str) -> Dataset:
+    """Data that are not divided yet."""
+    if isinstance(data, Federation):
+        raise DataError(f"{what} is a Federation, which is divided already; a fedstill.Dataset is needed")
+    return data
 
 
 def wanted_size(config: Config) -> int:
@@ -185,8 +205,19 @@ def wanted_size(config: Config) -> int:
     return config.image_size or (0 if own else image_size(config.model) or 0)
 
 
-def divide(config: Config, dataset: Dataset) -> Federation:
-    """The dataset divided among the clients."""
+def data_notes(config: Config, dataset: Dataset) -> Iterator[str]:
+    """What was done to the data before the run."""
+    if dataset.original_size:
+        to = f"images {dataset.original_size} resized to {dataset.shape[2]}x{dataset.shape[1]}"
+        own = config.image_size or not wanted_size(config)
+        yield to + ("" if config.image_size else "; image_size sets another size" if own else f" for {config.model}")
+    yield from dataset.notes
+
+
+def divide(config: Config, dataset: Dataset | Federation) -> Federation:
+    """The dataset divided among the clients; a federation is divided already."""
+    if isinstance(dataset, Federation):
+        return dataset
     # A partition ignores what only others use.
     settings: dict[str, Any] = {
         name: getattr(config, name) for name in ("shards_per_client", "size_sigma", "min_share", "ratio")
@@ -209,10 +240,10 @@ def divide(config: Config, dataset: Dataset) -> Federation:
     )
 
 
-def undivided(config: Config, dataset: Dataset) -> Federation:
+def undivided(config: Config, dataset: Dataset | Federation) -> Federation:
     """The dataset as a server holds it whose clients have their own: its pool is the one that `divide` takes."""
     return federate(
-        dataset,
+        dataset_in(dataset),
         clients=1,
         partition="iid",
         seed=config.seed,
@@ -229,7 +260,7 @@ def load_proxy(config: Config, given: Dataset | None, target: Dataset) -> Datase
     if given is not None:
         return sized(given, size)
     if custom.is_reference(config.proxy):
-        return sized(custom_dataset(config.proxy), size)
+        return sized(dataset_of(custom_data(config.proxy), f"proxy = {config.proxy!r}"), size)
     if config.proxy == config.data:
         raise SettingError(
             f"proxy = {config.proxy!r} is what the clients hold; for a part of it, set pool and proxy=pool"

@@ -87,11 +87,11 @@ class Config(BaseModel):
     # data partition
     data: str = Field(
         "fashion-mini",
-        description="dataset: a name from 'fedstill datasets', a folder, an .npz, a .csv of text, a table (.csv, .tsv, "
-        ".parquet) with a target, or file.py:function",
+        description="dataset: a name from 'fedstill datasets', a folder, an .npz, a table of text, a table (.csv, "
+        ".tsv, .parquet) with a target, hf:name, or file.py:function",
     )
     target: str = Field("", description="of a table: the column with the label")
-    client_column: str = Field("", description="of a table: the column that says who owns a row")
+    client_column: str = Field("", description="column that names the client of each row")
     split_column: str = Field(
         "", description='of a table: the column that says "train" or "test"; empty: a fifth tests'
     )
@@ -105,6 +105,8 @@ class Config(BaseModel):
     classes: Names = Field(default_factory=list, description="of a table: its classes; none: the labels that occur")
     data_dir: str = Field("", description="where dataset files are; empty: $FEDSTILL_DATA")
     image_size: int = Field(0, ge=0, description="resize images to this; 0: as the model needs, else as they are")
+    text_column: str = Field("", description="column of the texts of a .csv, .tsv or .jsonl; empty: text")
+    label_column: str = Field("", description="column of their labels; empty: label")
     tokenizer: str = Field(
         "",
         description="of text: a file, folder or hub name, or public text to train one on; empty: the pretrained "
@@ -146,7 +148,7 @@ class Config(BaseModel):
     model: str = Field(
         IMAGE_MODEL,
         description="network: lenet5, resnet8, resnet8-w64, resnet11, resnet18, resnet50, shufflenetv2, cnn, mlp; of "
-        "text transformer, bag, distilbert; or file.py:function; default on text: transformer, on tables: mlp",
+        "text transformer, bag, lstm, distilbert; or file.py:function; default on text: transformer, on tables: mlp",
     )
     model_options: dict[str, Any] = Field(default_factory=dict, description="options of the network")
     augment: str = Field(

@@ -10,7 +10,7 @@ import torch
 
 from fedstill.attacks.attack import Attack, plan
 from fedstill.building.config import Config
-from fedstill.building.data import divide, encoder_of, load_data, standardise, wanted_size
+from fedstill.building.data import data_notes, divide, encoder_of, load_data, standardise, wanted_size
 from fedstill.building.task import Network, make_task
 from fedstill.building.topology import (
     Hierarchy,
@@ -72,13 +72,14 @@ def prepare(
     """
     method = registry.make(config.method, config.hyper) if method is None else registry.checked(method)
     notes: list[str] = []
-    if isinstance(data, Federation):
-        federation = data
-    else:
-        if data is None and not config.data and not elsewhere:
-            raise SettingError("data is empty: name a dataset or a file (--data)")
-        found = load_data(config, tokenizer) if data is None else sized(data, wanted_size(config))
-        federation = divide(config, found)
+    if data is None and not config.data and not elsewhere:
+        raise SettingError("data is empty: name a dataset or a file (--data)")
+    found = load_data(config, tokenizer) if data is None else data
+    if isinstance(found, Federation):
+        config = config.model_copy(update={"clients": found.clients, "partition": "natural"})
+    elif data is not None:
+        found = sized(found, wanted_size(config))
+    federation = divide(config, found)
     if not elsewhere:
         federation, notes = standardise(config, federation)
     task = make_task(config, federation, method, model, proxy)
@@ -87,6 +88,10 @@ def prepare(
     hierarchy = arrange(config, task, federation, method)
     check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
     attack = attack_of(config, federation, hierarchy)
+    notes += [
+        *_warnings(config, task, federation, hierarchy),
+        *(() if elsewhere else _classes_without_samples(federation)),
+    ]
     return Setup(
         config,
         task,
@@ -95,11 +100,12 @@ def prepare(
         hierarchy,
         attack,
         find_metrics(config.metrics, metrics, task.classes),
-        warnings=(*notes, *_warnings(config, task, federation, hierarchy)),
+        warnings=tuple(notes),
     )
 
 
 def _warnings(config: Config, task: Task, federation: Federation, hierarchy: Hierarchy) -> Iterator[str]:
+    yield from data_notes(config, task.dataset)
     if (largest := majority(federation)) is not None and is_imbalanced(largest):
         yield f"the test classes are imbalanced: {always_predicting(largest)}; look at balanced accuracy"
     for region in hierarchy.regions:
@@ -127,6 +133,15 @@ def majority(federation: Federation) -> Majority | None:
     largest = int(counts.argmax())
     tests = "test set" if whole else "clients' tests"
     return {"name": dataset.classes[largest], "share": float(counts[largest] / len(labels)), "tests": tests}
+
+
+def _classes_without_samples(federation: Federation) -> Iterator[str]:
+    """Classes of which no client has a training sample."""
+    dataset = federation.dataset
+    counts = np.bincount(dataset.train.y.numpy()[federation.train_index], minlength=len(dataset.classes))
+    if lacking := [name for name, count in zip(dataset.classes, counts, strict=True) if not count]:
+        more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+        yield f"no client has training samples of class {', '.join(lacking[:5])}{more}: it cannot be learnt"
 
 
 def attack_of(config: Config, federation: Federation, hierarchy: Hierarchy) -> Attack:

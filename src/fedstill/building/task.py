@@ -12,7 +12,7 @@ from torch import nn
 from fedstill.building.config import Config
 from fedstill.building.data import check_tokens, proxy_samples
 from fedstill.core import custom, kernels
-from fedstill.core.errors import FedstillError, SettingError, unknown
+from fedstill.core.errors import DataError, FedstillError, SettingError, unknown
 from fedstill.data import augment
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
@@ -33,6 +33,9 @@ def make_task(
     if config.augment and len(federation.dataset.shape) != 3:
         raise SettingError(f"augment = {config.augment!r}: only images can be augmented")
     check_tokens(config, federation.dataset)
+    if len(federation.dataset.classes) < 2:
+        only = " ".join(federation.dataset.classes)
+        raise DataError(f"all labels are {only!r}; two classes are the fewest to tell apart")
     task = Task(
         dataset=federation.dataset,
         make_network=network_maker(config, federation.dataset, method, model),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from fedstill.analysis.tables import (
     results_table,
 )
 from fedstill.building.config import Config, is_config_file, parse_assignments, parse_sweeps, read_toml, resolve
-from fedstill.building.data import divide, load_data
+from fedstill.building.data import dataset_in, divide, load_data
 from fedstill.building.setup import prepare
 from fedstill.cli.failure import Halted
 from fedstill.cli.progress import Display
@@ -131,14 +131,17 @@ def episodes(directory: Path, *, classes: bool, out: Path | None) -> None:
         raise SettingError(f"{directory} has no finished episode; runs with --regions have some")
     print_table(episodes_table(records), first="right", fold=False)
     last = next((episode for episode in reversed(ends) if "student" in episode), None)
-    if classes:
+    names: Sequence[str] = ()
+    if classes or (out and last):
         names = prepare_again(run_directory, run_directory.config()).federation.dataset.classes
+    if classes:
         print_table(reliability_table(ends[-1], names), fold=False)
     if out and last:
         matrices = {name: teacher["confusion"] for name, teacher in last["teachers"].items()}
         from fedstill.report.confusion import confusion
 
-        confusion(matrices | {"global model": last["student"]["confusion"]}, out, title=f"episode {last['number']}")
+        matrices["global model"] = last["student"]["confusion"]
+        confusion(matrices, out, title=f"episode {last['number']}", classes=names)
         say(f"picture: {out}")
 
 
@@ -199,7 +202,7 @@ def methods(name: str | None, flags: Flags, assignments: list[str]) -> None:
     dataset: Dataset | None = None
     for each in chosen:
         config = config_of(each, flags, assignments)
-        dataset = dataset or load_data(config)
+        dataset = dataset or dataset_in(load_data(config))
         example = {
             "clients": 20,
             "participation": 1.0,
@@ -249,8 +252,7 @@ def datasets(data_dir: str | None) -> None:
         shape = "x".join(map(str, row.shape)) or "text"
         listing.add_row(
             row.name,
-            f"{row.train:,}",
-            f"{row.test:,}",
+            *(f"{count:,}" if count else "–" for count in (row.train, row.test)),
             str(row.classes),
             shape,
             row.origin,
@@ -258,8 +260,11 @@ def datasets(data_dir: str | None) -> None:
         )
     console.print(listing)
     say(
-        "Also: a folder of images by class, a folder per client, an .npz of x, y and client, a .csv of text and label, "
-        "file.py:function"
+        "Your own: --data with a folder of images by class (or clients/NAME/CLASS), an .npz of x, y and client, a "
+        "table (--target), a table of text (--text-column, --label-column), a folder of LEAF's, hf:NAME, or "
+        "file.py:function.\n"
+        "From Python: data=(x, y), a PyTorch or Hugging Face dataset, fedstill.from_frame(df, target=…); "
+        "docs/your-own-data.md shows each."
     )
 
 

@@ -45,7 +45,8 @@ app.add_typer(keys.app, name="keys", rich_help_panel="Many machines")
 app.command(name="cache", rich_help_panel="Look")(cache.cache)
 app.command(name="columns", rich_help_panel="Look")(columns.columns)
 
-FEDERATION = ("data", "data_dir", "target", "client_column", "partition", "alpha", "clients", "regions")
+COLUMNS = ("target", "text_column", "label_column", "client_column")
+FEDERATION = ("data", "data_dir", *COLUMNS, "partition", "alpha", "clients", "regions")
 LEARNING = ("participation", "rounds", "epochs", "batch_size", "lr", "model", "seed")
 LOCAL = ("workers", "engine", "device", "eval_every", "metrics")
 
@@ -97,6 +98,8 @@ Recount = Annotated[
 ]
 OwnDataDir = Annotated[str, typer.Option(help=r"Where dataset files are. \[$FEDSTILL_DATA]")]
 OwnMethod = Annotated[str, typer.Option(help="file.py:Class, where the run's method is no name but a file.")]
+OwnTextColumn = Annotated[str, typer.Option(help=r"Column of the texts of the site's table. \[text]")]
+OwnLabelColumn = Annotated[str, typer.Option(help=r"Column of their labels. \[label]")]
 OwnModel = Annotated[str, typer.Option(help="file.py:function, where the run's network is no name but a file.")]
 OwnPretrained = Annotated[
     str, typer.Option(help="Folder or hub name of the encoder, where the run's network begins with one.")
@@ -178,7 +181,7 @@ def rollback(
 
 
 @app.command(rich_help_panel="Many machines")
-@with_settings("data", "data_dir", "target", *LEARNING, "device", "eval_every", "metrics")
+@with_settings("data", "data_dir", *COLUMNS, *LEARNING, "device", "eval_every", "metrics")
 def serve(
     method: Annotated[str, typer.Argument(help="A method from 'fedstill methods', or a config.toml.")],
     keys: Annotated[Path, typer.Option(help="The directory with the server's certificate and the sites' public keys.")],
@@ -259,6 +262,8 @@ def join(
     ] = "",
     target: Annotated[str, typer.Option(help=r"Of a table: the column with the label. \[the run's]")] = "",
     data_dir: OwnDataDir = "",
+    text_column: OwnTextColumn = "",
+    label_column: OwnLabelColumn = "",
     method: OwnMethod = "",
     model: OwnModel = "",
     pretrained: OwnPretrained = "",
@@ -287,6 +292,7 @@ def join(
         server, key=key, ca=ca, directory=directory, insecure=insecure, policy=agreed,
         ask=ask if on_terminal() else None,
         data=data, target=target, data_dir=data_dir, method=method, model=model, pretrained=pretrained, device=device,
+        text_column=text_column, label_column=label_column,
     )  # fmt: skip
 
 
@@ -424,7 +430,7 @@ def samples(
 
 
 @app.command(rich_help_panel="Look")
-@with_settings("data", "data_dir", "target", "model")
+@with_settings("data", "data_dir", *COLUMNS, "model")
 def methods(
     settings: Settings,
     method: Annotated[str | None, typer.Argument(help="Show this one's settings.")] = None,
@@ -441,7 +447,7 @@ def datasets(data_dir: DataDir = None) -> None:
 
 
 @app.command(rich_help_panel="Look")
-@with_settings("data", "data_dir", "target", "client_column", "partition", "alpha", "clients", "seed")
+@with_settings("data", "data_dir", *COLUMNS, "partition", "alpha", "clients", "seed")
 def partition(
     settings: Settings,
     out: Annotated[Path, typer.Option(help="The picture: PNG, SVG or PDF.")] = Path("partition.png"),

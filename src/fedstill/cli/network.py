@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from fedstill.building.config import Config
-from fedstill.building.data import load_data, undivided
+from fedstill.building.data import dataset_in, load_data, undivided
 from fedstill.building.setup import largest_answer
 from fedstill.cli.commands import Flags, config_of, console, print_results, run_in, run_name, say
 from fedstill.cli.failure import TERMINATED, Terminated
@@ -103,7 +103,7 @@ def serve(
         names += sorted(revoked & {table.name for table in config.each_region()})
         regions_of(config, names)
     _warn(insecure)
-    limit = largest_answer(config, undivided(config, widest(config, load_data(config))))
+    limit = largest_answer(config, undivided(config, widest(config, dataset_in(load_data(config)))))
     with (
         _terminable(),
         run_in(path, again="the same command") as display,

@@ -16,7 +16,10 @@ from fedstill.building.schema import Config
 Settings = dict[str, Any]  # the settings that were given as flags, by name
 PARTITION, TRAINING, RUNNING = "Data partition", "Training", "Running"  # panels of the help
 _PANELS = {
-    PARTITION: ("data", "target", "client_column", "data_dir", "partition", "alpha", "clients", "regions"),
+    PARTITION: (
+        *("data", "target", "text_column", "label_column", "client_column", "data_dir"),
+        *("partition", "alpha", "clients", "regions"),
+    ),
     TRAINING: ("rounds", "participation", "epochs", "batch_size", "lr", "model"),
 }
 _PARAMETER = "settings"

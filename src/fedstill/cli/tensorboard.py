@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ class TensorBoard(Listener):
         self._make: Any = SummaryWriter
         self._folder, self._then = path / files.TENSORBOARD, then
         self._writer: Any = None
+        self._classes: Sequence[str] = ()
 
     def started(self, setup: Setup, done: int) -> None:
+        self._classes = setup.federation.dataset.classes
         # Of a run that goes on, what was written after its checkpoint does not count.
         with naming(self._folder):
             self._writer = self._make(str(self._folder), purge_step=done + 1)
@@ -44,7 +46,7 @@ class TensorBoard(Listener):
 
     def round_done(self, record: RoundRecord) -> None:
         with naming(self._folder):
-            for name, number in scalars(record):
+            for name, number in scalars(record, classes=self._classes):
                 self._writer.add_scalar(name, number, record["round"])
         self._then.round_done(record)
 
@@ -55,16 +57,19 @@ class TensorBoard(Listener):
         self._then.ended()
 
 
-def scalars(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+def scalars(record: Mapping[str, Any], before: str = "", *, classes: Sequence[str] = ()) -> Iterator[tuple[str, float]]:
     """The numbers of a record by name, those inside others and of each class too; matrices are left out.
 
-    >>> dict(scalars({"round": 1, "loss": 0.5, "fm": None, "per_class": [0.1, 0.2], "also": {"mean": {"loss": 1.0}}}))
-    {'loss': 0.5, 'per_class/0': 0.1, 'per_class/1': 0.2, 'also/mean/loss': 1.0}
+    >>> record = {"round": 1, "loss": 0.5, "fm": None, "per_class": [0.1, 0.2], "also": {"mean": {"loss": 1.0}}}
+    >>> dict(scalars(record, classes=("cat", "dog")))
+    {'loss': 0.5, 'per_class/cat': 0.1, 'per_class/dog': 0.2, 'also/mean/loss': 1.0}
     """
     for name, value in record.items():
         if isinstance(value, Mapping):
-            yield from scalars(value, f"{before}{name}/")
+            yield from scalars(value, f"{before}{name}/", classes=classes)
         elif isinstance(value, list):
-            yield from scalars({str(i): v for i, v in enumerate(value) if isinstance(v, float)}, f"{before}{name}/")
+            names = classes if name == "per_class" and len(classes) == len(value) else list(map(str, range(len(value))))
+            named = {each: v for each, v in zip(names, value, strict=True) if isinstance(v, float)}
+            yield from scalars(named, f"{before}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool) and name != "round":
             yield f"{before}{name}", float(value)

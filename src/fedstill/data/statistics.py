@@ -19,7 +19,7 @@ from torch import Tensor
 from fedstill.core.errors import DataError
 from fedstill.data.dataset import Dataset, Split
 from fedstill.data.federation import Federation
-from fedstill.data.formats.images import class_order
+from fedstill.data.formats.labels import class_order
 from fedstill.data.preprocessing import Column, TablePreprocessing
 
 MOST_CATEGORIES = 100  # of a column; more are names, dates or numbers in disguise

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import numpy as np
 from fedstill.core.choices import SMALLEST_VOCABULARY
 from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.data import download
-from fedstill.data.formats.decoded import Array
+from fedstill.data.formats.decoded import Array, Decoded
+from fedstill.data.formats.text import Columns, Corpus
 
 PADDING = {"[PAD]", "<pad>", "<PAD>"}  # what token 0 may be called
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # what a name on the hub may look like
@@ -32,13 +33,14 @@ class TextSettings:
     empty, one is trained on the training texts: of use for published data, but what is in a tokenizer's vocabulary
     was in somebody's text, so where clients' texts are their own, name one.
 
-    Not `labelled`: a CSV file is texts alone, and none of them is held out.
+    Not `labelled`: a table is texts alone, and none of them is held out.
     """
 
     tokenizer: str = ""
     vocabulary: int = 8000  # tokens of a tokenizer that is trained, at most
     max_length: int = 128  # tokens that a text is cut to
     labelled: bool = True
+    columns: Columns = field(default_factory=Columns)  # of a table
 
 
 def trained(texts: Sequence[str], vocabulary: int) -> str:
@@ -66,6 +68,20 @@ def trained(texts: Sequence[str], vocabulary: int) -> str:
         single="[CLS] $A [SEP]", special_tokens=[(name, number) for number, name in enumerate(special, 1)]
     )
     return str(tokenizer.to_str())
+
+
+def encoded(corpus: Corpus, where: str, settings: TextSettings) -> Decoded:
+    """Texts as rows of token numbers, by the corpus' own tokenizer, the one that is set, or one trained on them."""
+    if corpus.tokenizer and settings.tokenizer not in ("", corpus.tokenizer):
+        raise SettingError(f"tokenizer: {where} has tokens of its own; leave tokenizer empty")
+    found, texts, test_texts = corpus.divided(where)
+    made = corpus.tokenizer or settings.tokenizer
+    made = made or trained(texts, settings.vocabulary)  # which thus knows no word of a test
+    train, test = (
+        replace(part, x=encode(made, part_texts, corpus.length or settings.max_length))
+        for part, part_texts in ((found.train, texts), (found.test, test_texts))
+    )
+    return replace(found, train=train, test=test, tokenizer=made)
 
 
 def read(name: str) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedstill.attacks.attack import Attack
 from fedstill.building.config import Config, anchored
-from fedstill.building.data import load_data, undivided
+from fedstill.building.data import dataset_in, load_data, undivided
 from fedstill.building.setup import Setup, largest_answer
 from fedstill.building.task import local_training, make_task
 from fedstill.building.topology import Hierarchy, Region, assign, regional_method
@@ -338,7 +338,7 @@ def _server_data(config: Config, method: Method, run_info: RunInfo) -> tuple[Con
     """The dataset of a regional server itself, if its method needs one; otherwise samples in name only."""
     needs = method.needs()
     if needs.server_labels or needs.proxy_data:
-        dataset = load_data(config)
+        dataset = dataset_in(load_data(config))
         if table := policies.table_of(run_info):
             dataset = with_table(dataset, table)
     else:

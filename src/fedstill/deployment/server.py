@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedstill.building.config import Config, anchored, fixed
-from fedstill.building.data import declared, is_declared, load_data, undivided
+from fedstill.building.data import dataset_in, declared, is_declared, load_data, undivided
 from fedstill.building.setup import Setup, prepare
 from fedstill.building.task import balanced_weights
 from fedstill.building.topology import assign
@@ -218,7 +218,7 @@ def serve(
         config = config.model_copy(update={"clients": len(names)})
     # What a checkpoint does not have would have to be requested from the sites again.
     config = config.model_copy(update={"checkpoint_every": 1})
-    dataset = load_data(config, saved_tokenizer(out))
+    dataset = dataset_in(load_data(config, saved_tokenizer(out)))
     exists = (out / files.CONFIG).is_file()
     directory = RunDirectory.open(out) if exists else _created(out, config)
     try:

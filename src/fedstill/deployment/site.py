@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fedstill.building.config import Config, resolve
-from fedstill.building.data import divide, load_data, wanted_size
+from fedstill.building.data import dataset_of, divide, load_data, wanted_size
 from fedstill.building.task import local_training, make_task
 from fedstill.building.topology import regional_method
 from fedstill.core.device import find, on
@@ -55,6 +55,8 @@ class LocalInputs:
     target: str = ""  # of a table: the column with the label
     method: str = ""  # a file (file.py:name): no file that a server names is ever run
     model: str = ""
+    text_column: str = ""  # of a table of text; which column is which, only the site says
+    label_column: str = ""
     pretrained: str = ""  # a folder, or a name on the hub: neither is looked for where a server says
     device: str = "cpu"
 
@@ -75,6 +77,8 @@ class LocalInputs:
                     Code.FILE_NAMED, f"the run has a {name} that is no name but a file, {value}; give yours to the site"
                 )
         self._name_encoder(settings)
+        settings |= {"text_column": self.text_column, "label_column": self.label_column}
+        settings |= {} if settings.get("target") else {"client_column": ""}
         return resolve(settings, {"data_dir": self.data_dir, "device": self.device})
 
     def _name_encoder(self, settings: dict[str, Any]) -> None:
@@ -140,7 +144,7 @@ class Site:
         with during(Step.CONSENT):
             self._consent.check_statistics(run_number(run), [column.name for column in table.columns])
         with during(Step.LOAD):
-            found = load_data(_own_columns(config, run), table=table)
+            found = dataset_of(load_data(_own_columns(config, run), table=table), "the site's data")
         with during(Step.PREPARE):
             return column_sums(own_columns(found, table), found.train.x, self._policy.min_count).message()
 
@@ -217,7 +221,7 @@ class Site:
         if self._inputs.data and config.proxy == "pool":  # which the server alone has
             config = config.model_copy(update={"proxy": ""})
         with during(Step.LOAD), self._fetching(own=bool(self._inputs.data)):
-            found = load_data(config, table=table)
+            found = dataset_of(load_data(config, table=table), "the site's data")
         with during(Step.PREPARE):
             if table:
                 found = with_table(found, table)
@@ -275,7 +279,8 @@ class Site:
             found, train, test = shared.dataset, shared.train(run["client"]), shared.test(run["client"])
             source, pool = shared.test_source, shared.pool_index
         if list(found.shape) != run["shape"]:
-            raise DataError(f"samples here have shape {tuple(found.shape)}, the server's {tuple(run['shape'])}")
+            sizes = f"samples here have shape {tuple(found.shape)}, the server's {tuple(run['shape'])}"
+            raise DataError(sizes + ("; image_size, set for the run, brings images to one" if found.mean else ""))
         dataset = replace(_labelled_as(found, run["classes"]), mean=tuple(run["mean"]), std=tuple(run["std"]))
         later = np.arange(run["clients"] + 1) > run["client"]
         return Federation(dataset, train, later * len(train), test, later * len(test), pool, source)
@@ -342,13 +347,20 @@ def _labelled_as(found: Dataset, classes: Sequence[str]) -> Dataset:
     """The data with the server's classes: the same names get its numbers; classes that are only numbers keep theirs."""
     unknown = [name for name in found.classes if name not in classes]
     if not unknown:
-        number = torch.tensor([classes.index(name) for name in found.classes])
-        splits = {part: getattr(found, part) for part in ("train", "test")}
-        if number.tolist() != list(range(len(number))):
-            splits = {part: replace(split, y=number[split.y]) for part, split in splits.items()}
-        return replace(found, classes=tuple(classes), **splits)
+        return _renumbered(found, [classes.index(name) for name in found.classes], classes)
     if found.table or not all(name.isdecimal() for name in found.classes):
         raise DataError(f"the class {unknown[0]!r} here is none of the server's: {', '.join(classes)}")
-    if len(found.classes) > len(classes):
-        raise DataError(f"there are {len(found.classes)} classes here, and the server knows {len(classes)}")
-    return replace(found, classes=tuple(classes))
+    numbers = [int(name) for name in found.classes]
+    if max(numbers) >= len(classes):
+        raise DataError(
+            f"label {max(numbers)} here is none of the server's {len(classes)} classes, {', '.join(classes)}; label "
+            "by these names, or from 0"
+        )
+    return _renumbered(found, numbers, classes)
+
+
+def _renumbered(found: Dataset, numbers: Sequence[int], classes: Sequence[str]) -> Dataset:
+    """The data with other classes, in which each class of theirs has this number."""
+    number = torch.tensor(numbers)
+    train, test = (replace(split, y=number[split.y]) for split in (found.train, found.test))
+    return replace(found, train=train, test=test, classes=tuple(classes))

@@ -18,6 +18,7 @@ from fedstill.building.config import (
     is_object,
     resolve,
 )
+from fedstill.building.given import as_data, as_dataset, as_model
 from fedstill.building.setup import Setup, prepare
 from fedstill.building.task import Network
 from fedstill.core import device as devices
@@ -54,9 +55,9 @@ class Result:
 def run(
     method: str | Method = "fedavg",
     *,
-    data: str | Dataset | Federation = "fashion-mini",
+    data: Any = "fashion-mini",
     model: str | Network | None = None,
-    proxy: str | Dataset = "",
+    proxy: Any = "",
     metrics: str | Sequence[str | Function] = (),
     out: str | Path | None = None,
     force: bool = False,
@@ -65,16 +66,18 @@ def run(
 ) -> Result:
     """Train a federation.
 
-    `data` and `model` are names or objects of your own (see `fedstill.from_arrays` and `fedstill.from_frame`); without
-    a model it is LeNet-5, on rows of numbers a multilayer perceptron, on text a small Transformer, trained by Adam.
-    `settings` are those of `fedstill run` and the method's own. Without `out` nothing is kept on disk. `metrics` are
-    names (docs/metrics.md) or functions of your own, which get labels (N,) and class probabilities (N, classes) and
-    return a number, the larger the better.
+    `data` and `model` are names or objects of your own: data a fedstill.Dataset or Federation, (x, y) of arrays, or a
+    dataset of PyTorch's or Hugging Face's. Without a model it is LeNet-5, on rows of numbers a multilayer perceptron,
+    on text a small Transformer, trained by Adam. `settings` are those of `fedstill run` and the method's own. Without
+    `out` nothing is kept on disk. `metrics` are names (docs/metrics.md) or functions of your own, which get labels (N,)
+    and class probabilities (N, classes) and return a number, the larger the better.
 
     >>> result = run("fedprox", rounds=1, clients=4, epochs=1, mu=0.1, fraction=0.05, engine="inline")
     >>> result.summary["rounds"]
     1
     """
+    data, proxy = as_data(data), as_dataset(proxy, "proxy")
+    network = None if model is None else as_model(model)
     metrics = metrics.split(",") if isinstance(metrics, str) else metrics
     if not isinstance(metrics, Sequence) or not all(isinstance(metric, str) or callable(metric) for metric in metrics):
         raise SettingError(f"metrics = {metrics!r}: a list of names or functions is needed, such as ['auroc']")
@@ -84,9 +87,10 @@ def run(
         "proxy": None if isinstance(proxy, str) else proxy,
         "method": None if isinstance(method, str) else method,
         "data": None if isinstance(data, str) else data,
-        "model": None if isinstance(model, str) else model,
+        "model": None if isinstance(network, str) else network,
         "metrics": [metric for metric in metrics if not isinstance(metric, str)],
     }
+    listener = checked_listener(listener)
     if out is not None:
         return run_config(config, Path(out), force=force, listener=listener, **own)
     with tempfile.TemporaryDirectory(prefix="fedstill-") as folder:
@@ -117,9 +121,9 @@ def resume(
     path: str | Path,
     *,
     method: Method | None = None,
-    data: Dataset | Federation | None = None,
+    data: Any = None,
     model: Network | None = None,
-    proxy: Dataset | None = None,
+    proxy: Any = None,
     metrics: Sequence[Function] = (),
     rounds: int | None = None,
     device: str | None = None,
@@ -129,21 +133,40 @@ def resume(
 
     Objects must be given again.
     """
-    directory = RunDirectory.open(Path(path))
+    given: dict[str, Any] = {
+        "method": method,
+        "data": None if data is None else as_data(data),
+        "model": None if model is None else as_model(model),
+        "proxy": None if proxy is None else as_dataset(proxy, "proxy"),
+    }
+    for name, value in given.items():
+        if isinstance(value, str):
+            raise SettingError(f"{name} = {value!r}: the run knows by itself what it was given by name; leave it out")
+    listener, directory = checked_listener(listener), RunDirectory.open(Path(path))
     try:
         if directory.served:
             raise SettingError(f"{path} is a run of sites elsewhere; 'fedstill serve' with the same --out continues it")
-        config = _continued(directory, rounds, {"method": method, "data": data, "model": model, "proxy": proxy})
+        config = _continued(directory, rounds, given)
         if device is not None:
             config = config.model_copy(update={"device": device})
         check_engine(config)
-        setup = prepare_again(directory, config, data=data, model=model, method=method, proxy=proxy, metrics=metrics)
+        setup = prepare_again(directory, config, metrics=metrics, **given)
         if rounds is not None or device is not None:
             directory.write_config(config)  # now that it is known to work
     except BaseException:
         directory.release()
         raise
     return run_in_directory(setup, directory, listener)
+
+
+def checked_listener(listener: object) -> Listener | None:
+    """What hears how a run goes on, if it can."""
+    if listener is None or isinstance(listener, Listener):
+        return listener
+    raise SettingError(
+        f"listener is {listener!r:.60}; give an object of a class that derives from fedstill.running.loop.Listener and "
+        "overrides what it wants to hear, as round_done"
+    )
 
 
 def _continued(directory: RunDirectory, rounds: int | None, given: dict[str, object]) -> Config:

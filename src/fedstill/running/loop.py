@@ -341,6 +341,7 @@ class RoundLoop:
             wire.up,
             least=fewest_answers(config, method) if engine.remote else config.min_clients,
             tick=self.listener.client_done,
+            names=self.setup.federation.names,
             judge=self.judge(engine, down, str(region.number)),
         )
         with self._stream("server layers", region.number):

@@ -42,20 +42,21 @@ class Checked:
         least: int,
         tick: Callable[[], None],
         who: str = "client",
+        names: Sequence[str] = (),
         judge: Judge | None = None,
     ) -> None:
-        """With a `judge`, all answers are waited for before the first is handed on."""
+        """With a `judge`, all answers are waited for before the first is handed on; `names` are for the log."""
         self.good: list[int] = []
         self.dropped: dict[int, str] = {}
         self.bytes_up = 0
         self.waited = 0.0  # seconds until answers came, while the server had nothing else to do
         self.metrics: dict[str, list[float]] = {}
         self._clients, self._answers, self._declared = clients, answers, declared
-        self._least, self._tick, self._who, self._judge = least, tick, who, judge
+        self._least, self._tick, self._who, self._names, self._judge = least, tick, who, names, judge
 
     def _drop(self, client: int, problem: str) -> None:
         self.dropped[client] = problem
-        log.warning("%s %d dropped: %s", self._who, client, problem)
+        log.warning("%s %s dropped: %s", self._who, self._names[client] if self._names else client, problem)
 
     def __iter__(self) -> Iterator[Uplink]:
         answers = self._well_formed()

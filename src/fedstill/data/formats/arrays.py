@@ -1,4 +1,4 @@
-"""Arrays that users bring: NumPy arrays, tensors, `.npz` files and PyTorch datasets.
+"""Arrays that users bring: NumPy arrays, tensors and `.npz` files.
 
 How x is recognised:
 
@@ -7,7 +7,7 @@ How x is recognised:
 - (N, D), bool and every float type: used as they are, as float32. Images as floats are (N, C, H, W).
 - whole numbers (N, D) that are said to be tokens: kept as int64.
 
-Labels are integers from 0, kept as they are, or strings, numbered in sorted order.
+Labels are what `labels.numbered` takes: whole numbers or words, whichever.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.utils.data
 from torch import Tensor
 
 from fedstill.core.errors import DataError, in_one_line
 from fedstill.data.dataset import Dataset
 from fedstill.data.formats.decoded import Array, Decoded, SplitArrays, finish, hold_out, to_dataset
-from fedstill.data.formats.images import class_order
+from fedstill.data.formats.labels import numbered
 
 CHANNELS = (1, 3, 4)
 _LAST_CHARACTER, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)  # of Unicode
-MOST_CLASSES = 100_000  # a larger label is a mistake: an identifier, or a regression target
 
 
 def from_arrays(
@@ -52,24 +50,8 @@ def from_arrays(
     (8, 2, (1, 8, 8))
     """
     given = {"x": x, "y": y, "x_test": x_test, "y_test": y_test, "client": client, "client_test": client_test}
-    arrays = {key: _as_array(value) for key, value in given.items() if value is not None}
+    arrays = {key: as_array(value) for key, value in given.items() if value is not None}
     return to_dataset(finish(decode(arrays, classes, name, tokens=tokens), 0), name)
-
-
-def from_torch(
-    dataset: torch.utils.data.Dataset[Any],
-    test: torch.utils.data.Dataset[Any] | None = None,
-    name: str = "torch",
-) -> Dataset:
-    """A dataset from a map-style PyTorch dataset of (x, y), where x is a tensor, an array or a PIL image.
-
-    >>> pairs = torch.utils.data.TensorDataset(torch.randn(10, 3), torch.arange(10) % 2)
-    >>> tuple(from_torch(pairs).shape)
-    (3,)
-    """
-    x, y = _stack(dataset, name)
-    x_test, y_test = (None, None) if test is None else _stack(test, name)
-    return from_arrays(x, y, x_test, y_test, name=name)
 
 
 def read_npz(path: Path) -> Decoded:
@@ -124,7 +106,8 @@ def decode(
         if needed not in arrays:
             raise DataError(f"{where}: no array {needed!r}; found {', '.join(arrays) or 'none'}")
     x = _recognise(arrays["x"], f"{where}: x", tokens=tokens)
-    y, classes = _labels(arrays, classes, where)
+    labels, classes = numbered({key: arrays[key] for key in ("y", "y_test") if key in arrays}, classes, where)
+    y = {key.removeprefix("y"): values for key, values in labels.items()}
     client, client_names = _clients(arrays, where)
     x_test = _recognise(arrays["x_test"], f"{where}: x_test", tokens=tokens) if "x_test" in arrays else x[:0]
     for part, pixels in (("", x), ("_test", x_test)):
@@ -165,41 +148,23 @@ def _recognise(x: Array, what: str, *, tokens: bool) -> Array:
         return np.ascontiguousarray(x, np.int64)
     if x.dtype.kind == "f" or x.dtype == np.bool_ or (x.dtype.kind in "iu" and x.ndim == 2):
         x = np.ascontiguousarray(x, np.float32)
-        if not np.isfinite(x).all():
-            raise DataError(f"{what}: holds NaN or infinite values")
+        check_finite(x, what)
         return x
     raise DataError(f"{what}: {x.dtype} of shape {x.shape} is not understood; images are uint8, other inputs float")
 
 
-def _labels(
-    arrays: dict[str, Array], classes: Sequence[str] | None, where: str
-) -> tuple[dict[str, Array], Sequence[str]]:
-    """Labels per part ("" and "_test") as int64, and the class names."""
-    labels = {}
-    for part in ("", "_test"):
-        if f"y{part}" in arrays:
-            y = arrays[f"y{part}"]
-            y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
-            if y.ndim != 1 or y.dtype.kind not in "iuUS":
-                raise DataError(f"{where}: y{part} must be one integer or string per sample, not {y.dtype} {y.shape}")
-            labels[part] = y.astype(str) if y.dtype.kind in "US" else y
-    if any(y.dtype.kind == "U" for y in labels.values()):
-        names = class_order(str(name) for y in labels.values() for name in np.unique(y)) if classes is None else classes
-        number = {name: index for index, name in enumerate(names)}
-        try:
-            return {part: np.array([number[str(v)] for v in y], np.int64) for part, y in labels.items()}, names
-        except KeyError as error:
-            raise DataError(f"{where}: label {error} is not among the classes") from error
-    for part, y in labels.items():
-        if len(y) and (y.min() < 0 or y.max() >= MOST_CLASSES):
-            raise DataError(
-                f"{where}: y{part} holds label {y.min() if y.min() < 0 else y.max()}; labels are 0, 1, 2, …"
-            )
-    count = 1 + max((int(y.max()) for y in labels.values() if len(y)), default=0)
-    if classes is not None and len(classes) < count:
-        raise DataError(f"{where}: {len(classes)} class names, but labels reach {count - 1}")
-    names = [str(index) for index in range(count)] if classes is None else list(classes)
-    return {part: y.astype(np.int64) for part, y in labels.items()}, names
+def check_finite(x: Array, what: str) -> None:
+    """Refuse NaN and infinite values, with how many there are and in which columns."""
+    if np.isfinite(x).all():
+        return
+    wrong = ~np.isfinite(x)
+    samples = int(wrong.reshape(len(x), -1).any(axis=1).sum())
+    found = f"{what}: {int(wrong.sum()):,} values are NaN or infinite, in {samples:,} of {len(x):,} samples"
+    if x.ndim == 2:
+        columns = np.flatnonzero(wrong.any(axis=0))
+        more = f" and {len(columns) - 5} more" if len(columns) > 5 else ""
+        found += f", columns {', '.join(map(str, columns[:5]))}{more} (the first is 0)"
+    raise DataError(f"{found}; fill them in, or leave these samples out")
 
 
 def _clients(arrays: dict[str, Array], where: str) -> tuple[dict[str, Array], tuple[str, ...]]:
@@ -219,20 +184,10 @@ def _clients(arrays: dict[str, Array], where: str) -> tuple[dict[str, Array], tu
     )
 
 
-def _as_array(value: Array | Tensor) -> Array:
+def as_array(value: Any) -> Array:
+    """An array of an array, a tensor or a list."""
     if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        return (value.float() if value.is_floating_point() else value).numpy()  # NumPy has no bfloat16
+        tensor = value.detach().cpu()
+        found: Array = (tensor.float() if tensor.is_floating_point() else tensor).numpy()  # NumPy has no bfloat16
+        return found
     return np.asarray(value)
-
-
-def _stack(dataset: torch.utils.data.Dataset[Any], name: str) -> tuple[Array, Array]:
-    if not hasattr(dataset, "__len__"):
-        raise DataError(f"{name}: a dataset without a length (an iterable one) cannot be divided among clients")
-    pairs = [dataset[index] for index in range(len(dataset))]
-    if not pairs:
-        raise DataError(f"{name}: no samples")
-    samples = [_as_array(pair[0]) for pair in pairs]
-    if len({sample.shape for sample in samples}) > 1:
-        raise DataError(f"{name}: samples have different shapes: {sorted({sample.shape for sample in samples})[:3]}")
-    return np.stack(samples), np.array([_as_array(pair[1]).item() for pair in pairs])

@@ -30,7 +30,7 @@ from fedstill.data.formats.columns import (
     no_categories,
 )
 from fedstill.data.formats.decoded import Array, Decoded, SplitArrays, hold_out, to_dataset
-from fedstill.data.formats.images import class_order
+from fedstill.data.formats.labels import class_order
 from fedstill.data.preprocessing import Column, TablePreprocessing, floats
 from fedstill.data.statistics import column_sums, merged
 

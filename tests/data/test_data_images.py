@@ -38,7 +38,7 @@ def folder(root: Path, sizes: list[tuple[int, int]]) -> Path:
 
 def notes(path: Path, **settings: object) -> tuple[str, ...]:
     settings = {"data": str(path), "clients": 2, "partition": "iid", "model": "mlp", **settings}
-    return prepare(resolve(settings)).warnings
+    return prepare(resolve({"participation": 1.0} | settings)).warnings
 
 
 def test_images_of_different_sizes_are_brought_to_the_most_common_one_and_a_run_says_so(tmp_path: Path) -> None:

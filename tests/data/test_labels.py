@@ -60,7 +60,7 @@ def test_names_that_are_given_belong_to_the_numbers_from_0_or_else_to_the_number
 def test_a_class_of_the_test_part_alone_is_a_class_and_is_warned_about() -> None:
     data = from_arrays(X, np.arange(20) % 2, X, np.arange(20) % 3)
     assert data.classes == ("0", "1", "2")
-    warnings = prepare(resolve(MLP), data=data).warnings
+    warnings = prepare(resolve(MLP | {"participation": 1.0}), data=data).warnings
     assert warnings == ("no client has training samples of class 2: it cannot be learnt",)
 
 

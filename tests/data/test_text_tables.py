@@ -146,7 +146,7 @@ def test_a_run_learns_from_a_table_of_other_columns_and_says_what_it_took_the_en
     path = reviews(tmp_path / "reviews.tsv")
     path.write_bytes(path.read_bytes().replace(b"number 7", b"num\xe9ro 7"))
     named = {"data": str(path), "text_column": "body", "label_column": "stars"}
-    setup = prepare(resolve(RUN | named | {"clients": 2, "partition": "iid"}))
+    setup = prepare(resolve(RUN | named | {"clients": 2, "partition": "iid", "participation": 1.0}))
     assert setup.warnings == ("reviews.tsv is not UTF-8 and was read as cp1252",)
     assert setup.federation.dataset.classes == ("1", "2")
     assert prepare(setup.config).warnings == setup.warnings  # from the cache

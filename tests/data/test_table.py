@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fedstill.data import statistics
 from fedstill.data.federation import federate
 from fedstill.data.formats.table import TableSettings, from_frame, read
 from fedstill.data.preprocessing import Column, TablePreprocessing
+from support.commandline import fedstill as command_line
 
 QUICK: dict[str, Any] = {"rounds": 2, "epochs": 1, "participation": 1.0, "engine": "inline"}
 ROWS = 40
@@ -397,3 +399,36 @@ def test_an_accuracy_to_reach_has_another_name_now_and_old_settings_still_mean_i
     config = resolve({"target": "outcome"})
     with pytest.raises(SettingError, match=r"is for tables .* for an accuracy to reach, set target_accuracy"):
         prepare(config)
+
+
+@pytest.mark.slow
+def test_tables_from_the_command_line_have_the_same_bits_on_both_engines(tmp_path: Path) -> None:
+    data = hospitals(tmp_path)
+    common = ["--rounds", 2, "--epochs", 1, "--participation", 1, "--client-column", "hospital", "--target", "outcome"]
+    models = []
+    for engine, workers in (("inline", 0), ("process", 1), ("process", 2)):
+        out = tmp_path / f"{engine}{workers}"
+        ended = command_line(
+            "run", "fedavg", "--data", data, *common, "--engine", engine, "--workers", workers, "--out", out
+        )
+        assert ended.code == 0, ended.err
+        models.append((out / "model.safetensors").read_bytes())
+    assert models[0] == models[1] == models[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names_only", [False, True])
+def test_the_command_columns_writes_settings_that_run(tmp_path: Path, names_only: bool) -> None:
+    data = hospitals(tmp_path)
+    flags = ["--names-only"] if names_only else []
+    found = command_line("columns", data, "--target", "outcome", "--client-column", "hospital", *flags)
+    (tmp_path / "columns.toml").write_text(found.out)
+    settings = tomllib.loads(found.out)
+    assert [column["name"] for column in settings["columns"]] == ["age", "platelets", "sex"]
+    assert ("mean" in found.out, "['f', 'm']" in str(settings)) == (not names_only, not names_only)
+    assert settings["classes"] == ["ill", "well"]
+    words = ["--data", data, "--client-column", "hospital", "--rounds", 1, "--epochs", 1, "--engine", "inline"]
+    ended = command_line("run", tmp_path / "columns.toml", *words, "--out", tmp_path / "run")
+    assert ended.code == 0, ended.err
+    without = command_line("run", tmp_path / "columns.toml", "--out", tmp_path / "other")
+    assert (without.code, without.err) == (2, "error: data is empty: name a dataset or a file (--data)\n")

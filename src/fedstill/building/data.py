@@ -37,7 +37,7 @@ def load_data(config: Config, tokenizer: str = "", table: TablePreprocessing | N
     """
     if custom.is_reference(config.data):
         return custom_data(config.data)
-    if is_table(config.data, config.target or config.client_column):  # which without a target is refused
+    if is_table(config.data, config.target):
         return read_table(existing_path(config.data), table_settings(config, table))
     _check_no_table(config)
     if not config.data:

@@ -11,8 +11,7 @@ from torch import Tensor
 from fedstill.building.config import Config, is_object
 from fedstill.core import custom
 from fedstill.core.errors import SettingError
-from fedstill.data import TextSettings, tokens
-from fedstill.data import load as load_dataset
+from fedstill.data import TextSettings, load_dataset, tokens
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation, federate
 from fedstill.data.proxy import balanced, check_stands_in, match_channels

@@ -3,6 +3,18 @@
 from fedstill.data.dataset import Dataset, Split
 from fedstill.data.formats.arrays import from_arrays, from_torch
 from fedstill.data.sources import Description, describe, load, names
+from fedstill.data.sources import load as load_dataset
 from fedstill.data.tokens import TextSettings
 
-__all__ = ["Dataset", "Description", "Split", "TextSettings", "describe", "from_arrays", "from_torch", "load", "names"]
+__all__ = [
+    "Dataset",
+    "Description",
+    "Split",
+    "TextSettings",
+    "describe",
+    "from_arrays",
+    "from_torch",
+    "load",
+    "load_dataset",
+    "names",
+]

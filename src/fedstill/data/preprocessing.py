@@ -70,7 +70,7 @@ class ImagePreprocessing(_Preprocessing):
         return x.contiguous(memory_format=torch.channels_last)
 
     def normalise(self, x: Tensor) -> Tensor:
-        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
+        mean, std = torch.tensor(self.mean, device=x.device), torch.tensor(self.std, device=x.device)
         scale, shift = (1 / (255 * std)).view(-1, 1, 1), (mean / std).view(-1, 1, 1)
         if x.is_floating_point():
             return x * scale - shift

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 from fedstill.building.config import (
@@ -26,6 +28,8 @@ from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Worker
+from fedstill.inference.description import unwrapped
+from fedstill.inference.predictor import Predictor
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.metrics.records import RoundRecord, Summary
@@ -47,6 +51,25 @@ class Result:
     records: list[RoundRecord]  # as in metrics.jsonl
     model: nn.Module  # the trained network: yours, if you brought one; untrained if the method has no global model
     path: Path | None  # the run directory, if it was kept
+    _predictor: Predictor | None = field(default=None, repr=False)
+
+    @property
+    def predictor(self) -> Predictor:
+        """The trained model with its preprocessing, as `fedstill.load` gives it."""
+        if self._predictor is None:
+            raise SettingError(
+                f"{self.summary['method']} has no global model, every client keeps its own: run it with out=DIR, and "
+                "fedstill.load(DIR, client=0) gives that of a client"
+            )
+        return self._predictor
+
+    def predict(self, raw: Any) -> npt.NDArray[np.str_]:
+        """The class of each raw input, such as an image or a row of a table."""
+        return self.predictor.predict(raw)
+
+    def predict_proba(self, raw: Any) -> npt.NDArray[np.float64]:
+        """The probability of each class for each raw input, (N, classes)."""
+        return self.predictor.predict_proba(raw)
 
 
 def run(
@@ -162,7 +185,9 @@ def run_in_directory(
                 log.info("%s", warning)
             loop = loop_class(setup, directory, listener, engine)
             summary = loop.run()
-            return Result(summary, loop.records, loop.trained(), directory.path)
+            predictor = loop.predictor()
+            model = unwrapped(predictor.module.network) if predictor else loop.trained()
+            return Result(summary, loop.records, model, directory.path, predictor)
     finally:
         directory.release()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,8 +15,8 @@ from fedstill.engine.base import Engine
 from fedstill.engine.worker import Score, Source
 from fedstill.metrics.fairness import Fairness, fairness, fairness_of_counts
 from fedstill.metrics.records import Scores
+from fedstill.train.evaluate import evaluation_bounds
 
-_SCORED_AT_ONCE = 1000
 _NOTHING = {
     "loss": torch.zeros(0),
     "predicted": torch.zeros(0, dtype=torch.int64),
@@ -94,8 +93,7 @@ def _fair_to_those_heard(hits: dict[int, int], counts: IntArray) -> tuple[Fairne
 
 def _score(engine: Engine, model: Tensor, source: Source, n: int) -> dict[str, Tensor]:
     """What is known of every sample of a source."""
-    bounds = np.linspace(0, n, -(-n // _SCORED_AT_ONCE) + 1).astype(int).tolist()
-    requests = [Score(source, start, stop) for start, stop in pairwise(bounds)]
+    requests = [Score(source, start, stop) for start, stop in evaluation_bounds(n)]
     answers = list(engine.run(requests, {"model": model})) or [_NOTHING]
     return {key: torch.cat([answer[key].cpu() for answer in answers]) for key in answers[0]}
 

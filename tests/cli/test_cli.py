@@ -85,7 +85,7 @@ def test_a_run_leaves_the_documented_files(finished: Path) -> None:
     expected = {"config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "checkpoints", "log.txt"}
     left = {p.name for p in finished.iterdir()}
     assert expected <= left
-    assert left - expected == {"clients.csv", "curves.png", "digests.json"}
+    assert left - expected == {"clients.csv", "curves.png", "digests.json", "model.json"}
     assert not [p for p in finished.rglob("*") if p.name.endswith(".tmp")]
 
 

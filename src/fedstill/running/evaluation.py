@@ -13,6 +13,7 @@ from fedstill.data.federation import Federation
 from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Score, Source
+from fedstill.metrics.confusion import confusion_matrix
 from fedstill.metrics.fairness import Fairness, fairness, fairness_of_counts
 from fedstill.metrics.records import Scores
 from fedstill.train.evaluate import evaluation_bounds
@@ -96,15 +97,6 @@ def _score(engine: Engine, model: Tensor, source: Source, n: int) -> dict[str, T
     requests = [Score(source, start, stop) for start, stop in evaluation_bounds(n)]
     answers = list(engine.run(requests, {"model": model})) or [_NOTHING]
     return {key: torch.cat([answer[key].cpu() for answer in answers]) for key in answers[0]}
-
-
-def confusion_matrix(labels: IntArray, predicted: IntArray, classes: int) -> IntArray:
-    """How often samples of each class (rows) were taken for each class (columns).
-
-    >>> confusion_matrix(np.array([0, 0, 1]), np.array([0, 1, 1]), 2).tolist()
-    [[1, 1], [0, 1]]
-    """
-    return np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
 
 
 def _share(part: int, whole: int) -> float:

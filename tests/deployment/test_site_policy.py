@@ -326,7 +326,7 @@ def test_both_ends_write_down_the_same_digests(tmp_path: Path) -> None:
     received = [json.loads(line) for line in (tmp_path / "run" / RECEIVED).read_text().splitlines()]
     theirs = [line for line in received if line["site"] == "north"]
     assert [line["sha256"] for line in ours] == [line["sha256"] for line in theirs]
-    assert [line["request"] for line in ours] == ["Join", "Train", "Score"]
+    assert [line["request"] for line in ours] == ["Join", "Train", "Score", "Finish"]
     assert ours[1]["round"] == 1
     assert [(part["name"], part["kind"]) for part in ours[1]["parts"]] == [
         ("model", "weights"),

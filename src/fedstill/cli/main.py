@@ -263,6 +263,7 @@ def join(
     device: Annotated[str, typer.Option(help="Where the site trains: cpu, cuda, cuda:1 and so on, or auto.")] = "cpu",
     directory: Annotated[Path | None, typer.Option(help=r"What the site keeps between rounds. \[site-NAME]")] = None,
     insecure: Insecure = False,
+    once: Annotated[bool, typer.Option("--once", help="End after one run, instead of waiting for the next.")] = False,
     allow: Allow = None,
     deny: Deny = None,
     max_rounds: MaxRounds = None,
@@ -270,11 +271,12 @@ def join(
     download: Download = None,
     policy: PolicyFile = None,
 ) -> None:
-    """Train with sites that keep their data: a site's end. Runs until it is stopped.
+    """Train with sites that keep their data: a site's end. Runs until it is stopped, or with --once until a run ends.
 
     \b
     fedstill join server.example:9092 --key trial/sites/north --ca trial/ca.pem --data ./images
 
+    At the end of a run the final model is in the site's folder: fedstill predict site-north --data ./new-images
     What is sent is listed in the site's audit.jsonl. Methods that send more than weights need --allow METHOD.
     """
     agreed = policy_of(
@@ -282,7 +284,7 @@ def join(
     )
     importlib.import_module("fedstill.cli.network").join(
         server, key=key, ca=ca, directory=directory, insecure=insecure, policy=agreed,
-        ask=ask if on_terminal() else None,
+        ask=ask if on_terminal() else None, once=once,
         data=data, data_dir=data_dir, method=method, model=model, pretrained=pretrained, device=device,
     )  # fmt: skip
 

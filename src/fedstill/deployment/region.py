@@ -28,6 +28,7 @@ from fedstill.data.dataset import Dataset, Split
 from fedstill.data.federation import Federation
 from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, AuditLog, RecordedLink, answer_entry
+from fedstill.deployment.delivery import deliver, is_finish
 from fedstill.deployment.episodes import TOTALS
 from fedstill.deployment.policy import Policy
 from fedstill.deployment.protocol import RunInfo, SiteLink, run_number
@@ -164,6 +165,9 @@ class RegionalServer:
             run = self._open_run(message["run"])
             if body is None:
                 return run.sample_counts()
+            if is_finish(body):
+                run.finish(str(body.get("model")), down)
+                return {"received": True}
             request = request_from(body)
             with one_thread():
                 if isinstance(request, Score):
@@ -306,6 +310,11 @@ class _RegionRun:
                 self.rounds.go_back(back)
             seen(rollbacks, path)
         return self.rounds.episode(self._sites, model, request.round, measure=request.measure, seconds=seconds)
+
+    def finish(self, name: str, down: Message) -> None:
+        """Pass the final model on to the sites, which check it."""
+        models = {name: down["model"]} if "model" in down else {}
+        deliver(self._link, self._registry, models, timeout=self._server.terms.timeout)
 
     def _is_global(self, round_: int) -> bool:
         """Whether the global server may come back to the end of this round."""

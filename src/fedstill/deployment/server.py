@@ -26,6 +26,7 @@ from fedstill.core.owner import private_folder
 from fedstill.core.tree import Message, Tree
 from fedstill.data.partition import IntArray
 from fedstill.deployment.audit import RecordedLink
+from fedstill.deployment.delivery import deliver
 from fedstill.deployment.episodes import TOTALS, EpisodeLoop
 from fedstill.deployment.protocol import RunInfo, SiteLink, are_counts, failure_reason, run_number
 from fedstill.deployment.registry import SiteRegistry
@@ -272,7 +273,14 @@ def serve(
     def engine(worker: Worker) -> Engine:
         return SiteEngine(worker, link, registry, terms, least=least)
 
-    return api.run_in_directory(setup, directory, listener, engine, loop_class=loop_class)
+    return api.run_in_directory(
+        setup,
+        directory,
+        listener,
+        engine,
+        loop_class=loop_class,
+        at_end=lambda loop: deliver(link, registry, loop.models(), timeout=terms.timeout),
+    )
 
 
 def _created(out: Path, config: Config) -> RunDirectory:

@@ -177,14 +177,20 @@ def run_in_directory(
     listener: Listener | None = None,
     engine: Callable[[Worker], Engine] | None = None,
     loop_class: type[RoundLoop] = RoundLoop,
+    at_end: Callable[[RoundLoop], None] | None = None,
 ) -> Result:
-    """Carry out what is left to do in a run directory, on another engine than the settings name if one is given."""
+    """Carry out what is left to do in a run directory, on another engine than the settings name if one is given.
+
+    `at_end` is called once the results are written.
+    """
     try:
         with logging_to(directory.path / files.LOG), devices.on(devices.find(setup.config.device)):
             for warning in setup.warnings:
                 log.info("%s", warning)
             loop = loop_class(setup, directory, listener, engine)
             summary = loop.run()
+            if at_end:
+                at_end(loop)
             predictor = loop.predictor()
             model = unwrapped(predictor.module.network) if predictor else loop.trained()
             return Result(summary, loop.records, model, directory.path, predictor)

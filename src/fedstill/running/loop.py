@@ -165,7 +165,7 @@ class RoundLoop:
                 self.directory.append(record)
                 if config.save_models and round_ % config.save_models == 0 and self.setup.method.global_model:
                     # Before the checkpoint: a run that is resumed from it has no gap here.
-                    name, model = next(iter(self._models().items()))
+                    name, model = next(iter(self.models().items()))
                     self.directory.save_model(round_, self._model_bytes(self.describe([name]), name, model))
                 if round_ % config.checkpoint_every == 0 or round_ == config.rounds:
                     self.checkpoint()
@@ -199,7 +199,7 @@ class RoundLoop:
                 which = "the global model" if server is self.server else f"the model of region {server.region + 1}"
                 raise FedstillError(f"round {round_}: {which} is no longer finite; a smaller lr may help")
         trained = time.perf_counter()
-        models = self._models() if due else {}
+        models = self.models() if due else {}
         evaluations = {name: evaluate(engine, self.setup.federation, model) for name, model in models.items()}
         main = next(iter(evaluations.values()), None)
         record: RoundRecord = {"round": round_, "evaluated": due}
@@ -399,7 +399,8 @@ class RoundLoop:
             device.seed_layers(seeds.key(self.setup.config.seed, purpose, self.server.round, *where))
             yield
 
-    def _models(self) -> dict[str, Tensor]:
+    def models(self) -> dict[str, Tensor]:
+        """The models to evaluate, by name; the first is what the run is for."""
         if not (self.setup.hierarchy.flat or self.setup.method.has_final_exchange):
             return {"model": self.server.model}
         models = self.setup.method.models(self.server)
@@ -410,7 +411,7 @@ class RoundLoop:
 
     def model(self) -> Tensor:
         """The weights of the model: what the run is for."""
-        return next(iter(self._models().values()))
+        return next(iter(self.models().values()))
 
     def state(self) -> dict[str, Any]:
         """What the servers know."""
@@ -441,7 +442,7 @@ class RoundLoop:
             quoted = '"' + name.replace('"', '""') + '"' if any(c in name for c in ',"\n') else name
             rows.write(f"{quoted},{n},{m},{'' if math.isnan(accuracy) else f'{accuracy:.6f}'}\n".encode())
         self.directory.write(files.CLIENTS, rows.getvalue())
-        models = self._models() if self.setup.method.global_model else {}
+        models = self.models() if self.setup.method.global_model else {}
         description = self.describe(models)
         for name, model in models.items():
             file = files.MODEL if name == description.model else files.further_model(name)
@@ -470,7 +471,7 @@ class RoundLoop:
         """The model with all that it needs to predict; None if the method has no global one."""
         if not self.setup.method.global_model:
             return None
-        models = self._models()
+        models = self.models()
         return Predictor(self.trained(next(iter(models.values()))), self.describe(models))
 
 

@@ -38,7 +38,7 @@ print(sum(a == b for a, b in zip(found, inputs["labels"], strict=True)) / len(fo
 def accuracy_elsewhere(tmp_path: Path, raw: Any, labels: list[str], *options: str) -> float:
     """The accuracy on raw inputs, in a new process that has only the run directory."""
     (tmp_path / "inputs.json").write_text(json.dumps({"raw": raw, "labels": labels}))
-    words = [sys.executable, "-c", ELSEWHERE, tmp_path / "run", tmp_path / "inputs.json", *options]
+    words = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "run"), str(tmp_path / "inputs.json"), *options]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ)
     assert done.returncode == 0, done.stderr
     return float(done.stdout)

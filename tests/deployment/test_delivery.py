@@ -19,6 +19,8 @@ from fedstill.deployment.delivery import FINISH
 from fedstill.deployment.site import LocalInputs, Site
 from support.sites import NAMES, POLICY, Wire, served
 
+pytestmark = pytest.mark.slow  # tests/deployment/test_sites.py delivers too, and quickly
+
 
 class Listening(Wire):
     """Sites that note what they would print."""

@@ -83,6 +83,7 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
         export(result.predictor, tmp_path / "model.onnx", "torch")
 
 
+@pytest.mark.slow
 def test_a_network_that_branches_on_its_data_is_refused_in_one_line(tmp_path: Path) -> None:
     class Branching(torch.nn.Module):
         def __init__(self) -> None:

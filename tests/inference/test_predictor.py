@@ -94,7 +94,6 @@ def test_every_model_that_was_evaluated_can_be_had_by_name(
         fedstill.load(tmp_path / "run", which="the best")
 
 
-@pytest.mark.slow
 def test_ccvr_gives_the_model_after_the_final_exchange(tmp_path: Path) -> None:
     result = fedstill.run("fedavg+ccvr", **TINY, out=tmp_path / "run")
     after = result.summary["also"]["after the last exchange"]["final_accuracy"]
@@ -104,7 +103,6 @@ def test_ccvr_gives_the_model_after_the_final_exchange(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
 def test_without_a_global_model_each_client_has_its_own(tmp_path: Path) -> None:
     result = fedstill.run("feddistill", **TINY | {"participation": 1.0}, out=tmp_path / "run")
     found = [share_right(fedstill.load(tmp_path / "run", client=k)) for k in range(TINY["clients"])]

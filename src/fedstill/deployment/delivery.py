@@ -41,7 +41,7 @@ def deliver(link: SiteLink, registry: SiteRegistry, models: Mapping[str, Tensor]
         requests = {
             site: registry.request(site, {"kind": FINISH, "model": name}, down, seconds)
             for site in registry.clients
-            if site in connected
+            if site in connected and site not in registry.missing  # who could not take part is not asked again
         }
         for site, answer in link.send_requests(requests, timeout=seconds) if requests else ():
             if isinstance(answer, dict) and answer.get("received") is True:

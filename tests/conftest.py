@@ -65,7 +65,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 @pytest.fixture(scope="module")
 def mini() -> fedstill.Dataset:
     """The embedded texts, in few tokens."""
-    return fedstill.load("glosses-mini", text=SETTINGS)
+    return fedstill.load_dataset("glosses-mini", text=SETTINGS)
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedstill.core.errors import DataError, FedstillError, SettingError
-    from fedstill.data import Dataset, Split, TableSettings, from_arrays, from_frame, from_huggingface, from_torch, load
+    from fedstill.data import (
+        Dataset,
+        Split,
+        TableSettings,
+        from_arrays,
+        from_frame,
+        from_huggingface,
+        from_torch,
+        load_dataset,
+    )
     from fedstill.data.federation import Federation, federate, from_clients
+    from fedstill.inference.predictor import Predictor
     from fedstill.methods.base import Part, Server, Uplink, Wire
     from fedstill.methods.fedavg import FedAvg
     from fedstill.models import Classifier
     from fedstill.running.api import Result, resume, run
+    from fedstill.running.loading import load
     from fedstill.train.client import Client
     from fedstill.train.loop import Objective
     from fedstill.train.losses import kl
@@ -36,10 +47,12 @@ _HOMES = {
         "from_frame",
         "from_huggingface",
         "from_torch",
-        "load",
+        "load_dataset",
     ),
     "fedstill.data.federation": ("Federation", "federate", "from_clients"),
+    "fedstill.inference.predictor": ("Predictor",),
     "fedstill.running.api": ("Result", "resume", "run"),
+    "fedstill.running.loading": ("load",),
     "fedstill.methods.base": ("Part", "Server", "Uplink", "Wire"),
     "fedstill.methods.fedavg": ("FedAvg",),
     "fedstill.models": ("Classifier",),
@@ -58,6 +71,7 @@ __all__ = [
     "FedstillError",
     "Objective",
     "Part",
+    "Predictor",
     "Result",
     "Server",
     "SettingError",
@@ -73,6 +87,7 @@ __all__ = [
     "from_torch",
     "kl",
     "load",
+    "load_dataset",
     "resume",
     "run",
 ]

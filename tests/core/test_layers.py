@@ -16,6 +16,7 @@ LAYERS = (  # from top to bottom; packages of one layer do not import each other
     {"analysis", "deployment"},
     {"studies"},
     {"running"},
+    {"inference"},
     {"report", "building"},
     {"flower", "presets"},
     {"engine"},

@@ -81,7 +81,7 @@ def test_parquet_and_pandas_give_the_same_dataset(tmp_path: Path) -> None:
     table = frame(code=[None, 3] * (ROWS // 2), smokes=[True, False] * (ROWS // 2))
     data = pandas.DataFrame(table).astype({"sex": "category", "code": "Int64"})
     data.to_parquet(tmp_path / "t.parquet")
-    found = [fedstill.load(str(tmp_path / "t.parquet"), table=TableSettings("outcome")), from_frame(data, "outcome")]
+    found = [fedstill.load_dataset(str(tmp_path / "t.parquet"), table=TableSettings("outcome")), from_frame(data, "outcome")]
     for each in (*found, from_frame(table, "outcome")):
         assert torch.equal(each.train.x.nan_to_num(-1), found[0].train.x.nan_to_num(-1))
         assert each.table == found[0].table
@@ -114,8 +114,8 @@ def test_a_column_that_turns_out_to_be_text_late_in_the_file_is_read_as_text(
 
 def test_whole_numbers_are_numbers_unless_they_are_named_categories(tmp_path: Path) -> None:
     path = str(written(tmp_path / "t.csv", frame(stage=[1, 2, 3, 10] * (ROWS // 4))))
-    plain = fedstill.load(path, table=TableSettings("outcome"))
-    named = fedstill.load(path, table=TableSettings("outcome", categorical=("stage",), drop=("age",)))
+    plain = fedstill.load_dataset(path, table=TableSettings("outcome"))
+    named = fedstill.load_dataset(path, table=TableSettings("outcome", categorical=("stage",), drop=("age",)))
     assert (plain.input_shape, named.input_shape) == ((4,), (6,))
     assert named.table.columns[1].categories == ("1", "2", "3", "10")  # type: ignore[union-attr]
 

@@ -121,7 +121,7 @@ def test_labels_that_are_measurements_are_refused_in_words(tmp_path: Path) -> No
     path = tmp_path / "a.csv"
     path.write_text("text,label\n" + "".join(f"case {n},{(n % 30) / 7}\n" for n in range(90)))
     with pytest.raises(DataError, match="classification only"):
-        fedstill.load(str(path))
+        fedstill.load_dataset(str(path))
 
 
 def reviews(path: Path, site: str = "") -> Path:

@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"} | {
 def question(run: dict[str, Any] | None = None, **settings: Any) -> Tree:
     """What a server first asks of a site."""
     config = resolve(SETTINGS | settings).toml()
-    dataset = fedstill.load("fashion-mini", image_size=16)
+    dataset = fedstill.load_dataset("fashion-mini", image_size=16)
     told = {
         "number": "0123456789abcdef", "config": config, "clients": 2, "client": 0, "checkpoint": 0, "steps": [],
         "frozen": [], "tokenizer": "", "classes": list(dataset.classes), "shape": list(dataset.shape),
@@ -326,7 +326,7 @@ def test_both_ends_write_down_the_same_digests(tmp_path: Path) -> None:
     received = [json.loads(line) for line in (tmp_path / "run" / RECEIVED).read_text().splitlines()]
     theirs = [line for line in received if line["site"] == "north"]
     assert [line["sha256"] for line in ours] == [line["sha256"] for line in theirs]
-    assert [line["request"] for line in ours] == ["Join", "Train", "Score"]
+    assert [line["request"] for line in ours] == ["Join", "Train", "Score", "Finish"]
     assert ours[1]["round"] == 1
     assert [(part["name"], part["kind"]) for part in ours[1]["parts"]] == [
         ("model", "weights"),
@@ -361,7 +361,7 @@ def test_a_decoded_copy_is_its_owners_alone_and_can_be_deleted(tmp_path: Path, m
     np.savez(tmp_path / "mine.npz", x=np.zeros((20, 8, 8, 3), np.uint8), y=np.arange(20) % 4)
     before = os.umask(0o022)
     try:
-        fedstill.load(str(tmp_path / "mine.npz"))
+        fedstill.load_dataset(str(tmp_path / "mine.npz"))
     finally:
         os.umask(before)
     files = [folder, *folder.rglob("*")]
@@ -371,7 +371,7 @@ def test_a_decoded_copy_is_its_owners_alone_and_can_be_deleted(tmp_path: Path, m
     assert entry.source == str(tmp_path)
     assert entry.bytes > 20 * 8 * 8 * 3
     entry.path.chmod(0o755)  # as an older version left it
-    fedstill.load(str(tmp_path / "mine.npz"))
+    fedstill.load_dataset(str(tmp_path / "mine.npz"))
     assert stat.S_IMODE(entry.path.stat().st_mode) == 0o700
     assert str(tmp_path) in "".join(commandline.fedstill("cache").out.split())
     assert "deleted 0 copies" in commandline.fedstill("cache", "--clear", "--older-than", "1").out
@@ -386,8 +386,8 @@ def test_copies_that_nobody_uses_expire(tmp_path: Path, monkeypatch: pytest.Monk
         if name == "new":
             os.utime(cache.entries()[0].path / "meta.json", (0, 0))
         np.savez(tmp_path / f"{name}.npz", x=np.zeros((20, 4), np.float32), y=np.arange(20) % (2 + len(name)))
-        fedstill.load(str(tmp_path / f"{name}.npz"))
-        fedstill.load(str(tmp_path / f"{name}.npz"))
+        fedstill.load_dataset(str(tmp_path / f"{name}.npz"))
+        fedstill.load_dataset(str(tmp_path / f"{name}.npz"))
     assert len(cache.entries()) == 1
 
 

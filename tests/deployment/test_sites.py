@@ -97,7 +97,7 @@ def test_the_server_never_sees_a_sample_or_a_label(tmp_path: Path) -> None:
     seen: list[Any] = []
     served(Watched(tmp_path), tmp_path / "run")
     shapes = {tuple(sorted(said)) for said in seen}
-    assert shapes == {("samples", "tests"), ("message", "metrics", "samples"), ("hits",)}
+    assert shapes == {("samples", "tests"), ("message", "metrics", "samples"), ("hits",), ("received",)}
 
 
 def test_a_site_that_is_away_is_left_out_and_counts_again_when_it_is_back(tmp_path: Path) -> None:

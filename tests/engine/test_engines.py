@@ -294,7 +294,7 @@ def test_no_worker_outlives_the_engine(tmp_path: Path) -> None:
 
 
 def test_the_cohort_is_the_same_for_every_method_and_largest_first() -> None:
-    federation = fedstill.federate(fedstill.load("fashion-mini"), clients=20, alpha=0.1)
+    federation = fedstill.federate(fedstill.load_dataset("fashion-mini"), clients=20, alpha=0.1)
     able = with_data(federation.sizes, np.arange(20))
     cohort = draw_cohort(federation.sizes, able, 4, seed=5, round_=3)
     assert cohort == draw_cohort(federation.sizes, able, 4, seed=5, round_=3)

@@ -41,7 +41,7 @@ from support.wiretap import (
 @cache
 def statistics() -> tuple[float, float]:
     """Mean and deviation of the pixels of the small run's data."""
-    dataset = fedstill.load("fashion-mini", image_size=16)
+    dataset = fedstill.load_dataset("fashion-mini", image_size=16)
     return dataset.mean[0], dataset.std[0]
 
 

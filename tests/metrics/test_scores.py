@@ -67,7 +67,7 @@ def by_scikit_learn(name: str, labels: NDArray[np.int64], probabilities: NDArray
 def test_metrics_of_a_trained_model_are_scikit_learns() -> None:
     spy = Spy()
     result = fedstill.run("fedavg", **RUN, metrics=[*NAMES, spy])
-    data = fedstill.load("fashion-mini", image_size=16)
+    data = fedstill.load_dataset("fashion-mini", image_size=16)
     clients = fedstill.federate(
         data, clients=RUN["clients"], alpha=RUN["alpha"], fraction=RUN["fraction"], seed=0
     ).test_sizes

@@ -90,7 +90,7 @@ def model_copies(message: Message) -> int:
 
 @cache
 def _federation() -> fedstill.Federation:
-    dataset = fedstill.load("fashion-mini", image_size=SMALL["image_size"])
+    dataset = fedstill.load_dataset("fashion-mini", image_size=SMALL["image_size"])
     return fedstill.federate(
         dataset, clients=SMALL["clients"], seed=0, alpha=SMALL["alpha"], fraction=SMALL["fraction"]
     )

@@ -53,7 +53,7 @@ def test_balanced_weights_are_scikit_learns_for_all_clients_samples_together() -
 
 @pytest.mark.slow
 def test_weights_twice_as_large_are_a_rate_twice_as_large() -> None:
-    names = fedstill.load("fashion-mini").classes
+    names = fedstill.load_dataset("fashion-mini").classes
     twice = fedstill.run("fedavg", **TINY, lr=0.02, class_weight=dict.fromkeys(names, 2.0))
     faster = fedstill.run("fedavg", **TINY, lr=0.04)
     torch.testing.assert_close(weights(twice), weights(faster), atol=1e-5, rtol=1e-4)
@@ -86,6 +86,6 @@ def test_every_region_weighs_classes_as_the_whole_federation_does() -> None:
 )
 def test_weights_that_do_not_fit_the_classes_are_refused(weight: Any, message: str) -> None:
     if weight == "more":
-        weight = dict.fromkeys([*fedstill.load("fashion-mini").classes, "Hat"], 1.0)
+        weight = dict.fromkeys([*fedstill.load_dataset("fashion-mini").classes, "Hat"], 1.0)
     with pytest.raises(SettingError, match=message):
         fedstill.run("fedavg", **TINY, class_weight=weight)

@@ -14,8 +14,7 @@ from fedstill.building.config import Config, is_object
 from fedstill.building.given import as_data
 from fedstill.core import custom
 from fedstill.core.errors import DataError, SettingError
-from fedstill.data import TableSettings, TextSettings, tokens
-from fedstill.data import load as load_dataset
+from fedstill.data import TableSettings, TextSettings, load_dataset, tokens
 from fedstill.data.dataset import Dataset, Split, sized
 from fedstill.data.federation import Federation, federate
 from fedstill.data.formats.table import read as read_table

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,17 +100,22 @@ def balanced_weights(counts: Sequence[float]) -> tuple[float, ...]:
 
 def network_maker(config: Config, dataset: Dataset, method: Method, model: Network | None) -> Callable[[], Classifier]:
     """A function that builds the network the method trains."""
-    classes, shape = len(dataset.classes), dataset.input_shape
+    named: Network | str = config.model if model is None else model
+    classes, shape, vocabulary = len(dataset.classes), dataset.input_shape, dataset.vocabulary
+    return lambda: method.network(make_network(named, shape, classes, vocabulary, config.model_options))
+
+
+def make_network(
+    model: Network | str, shape: tuple[int, ...], classes: int, vocabulary: int, options: Mapping[str, Any]
+) -> Classifier:
+    """A network before any method changes it: by name, by `file.py:function`, or as an object, which is copied."""
     if isinstance(model, nn.Module):
-        module = model
-        return lambda: method.network(as_classifier(copy.deepcopy(module)))
-    if model is not None:
-        make = model
-        return lambda: method.network(as_classifier(make()))
-    if custom.is_reference(config.model):
-        return lambda: method.network(as_classifier(_custom_network(config.model, shape, classes)))
-    vocabulary = dataset.vocabulary
-    return lambda: method.network(build(config.model, shape, classes, vocabulary=vocabulary, **config.model_options))
+        return as_classifier(copy.deepcopy(model))
+    if not isinstance(model, str):
+        return as_classifier(model())
+    if custom.is_reference(model):
+        return as_classifier(_custom_network(model, shape, classes))
+    return build(model, shape, classes, vocabulary=vocabulary, **options)
 
 
 def _custom_network(reference: str, shape: tuple[int, ...], classes: int) -> nn.Module:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedstill.cli import cache, columns, figures, keys
+from fedstill.cli import cache, columns, figures, inference, keys
 from fedstill.cli.consent import (
     Allow,
     Deny,
@@ -44,6 +44,8 @@ app.add_typer(figures.app, name="figure", rich_help_panel="Look")
 app.add_typer(keys.app, name="keys", rich_help_panel="Many machines")
 app.command(name="cache", rich_help_panel="Look")(cache.cache)
 app.command(name="columns", rich_help_panel="Look")(columns.columns)
+for command in (inference.predict, inference.evaluate, inference.export):
+    app.command(rich_help_panel="Use a trained model")(command)
 
 COLUMNS = ("target", "text_column", "label_column", "client_column")
 FEDERATION = ("data", "data_dir", *COLUMNS, "partition", "alpha", "clients", "regions")
@@ -270,6 +272,7 @@ def join(
     device: Annotated[str, typer.Option(help="Where the site trains: cpu, cuda, cuda:1 and so on, or auto.")] = "cpu",
     directory: Annotated[Path | None, typer.Option(help=r"What the site keeps between rounds. \[site-NAME]")] = None,
     insecure: Insecure = False,
+    once: Annotated[bool, typer.Option("--once", help="End after one run, instead of waiting for the next.")] = False,
     allow: Allow = None,
     deny: Deny = None,
     max_rounds: MaxRounds = None,
@@ -277,11 +280,12 @@ def join(
     download: Download = None,
     policy: PolicyFile = None,
 ) -> None:
-    """Train with sites that keep their data: a site's end. Runs until it is stopped.
+    """Train with sites that keep their data: a site's end. Runs until it is stopped, or with --once until a run ends.
 
     \b
     fedstill join server.example:9092 --key trial/sites/north --ca trial/ca.pem --data ./images
 
+    At the end of a run the final model is in the site's folder: fedstill predict site-north --data ./new-images
     What is sent is listed in the site's audit.jsonl. Methods that send more than weights need --allow METHOD; of a
     table, sums over its columns (means, spreads, categories) need --allow statistics.
     """
@@ -290,7 +294,7 @@ def join(
     )
     importlib.import_module("fedstill.cli.network").join(
         server, key=key, ca=ca, directory=directory, insecure=insecure, policy=agreed,
-        ask=ask if on_terminal() else None,
+        ask=ask if on_terminal() else None, once=once,
         data=data, target=target, data_dir=data_dir, method=method, model=model, pretrained=pretrained, device=device,
         text_column=text_column, label_column=label_column,
     )  # fmt: skip

@@ -233,22 +233,31 @@ def region(
 
 def join(
     server: str, *, key: Path, ca: Path | None, directory: Path | None, insecure: bool, policy: Policy,
-    ask: Callable[[str], bool] | None, **inputs: str,
+    ask: Callable[[str], bool] | None, once: bool, **inputs: str,
 ) -> None:  # fmt: skip
     _needs_flower()
     if not inputs["data"]:
         say("no --data: this site takes its share of what the run divides, which is for trials")
     place = directory or Path(f"site-{key.name}")
-    site = Site(place, LocalInputs(**inputs), policy, ask)
-    _answer(site, server, key, ca, place, insecure=insecure, most_seconds=policy.most_seconds)
+    ended = False
+
+    def finished(text: str) -> None:
+        nonlocal ended
+        ended = once
+        say(f"{text}; " + ("this site ends (--once)" if once else "waiting for the next run, until Ctrl-C"))
+
+    site = Site(place, LocalInputs(**inputs), policy, ask, finished)
+    _answer(
+        site, server, key, ca, place, insecure=insecure, most_seconds=policy.most_seconds, done=lambda: ended
+    )  # fmt: skip
     _leave()
 
 
 def _answer(
     site: Site | RegionalServer, server: str, key: Path, ca: Path | None, place: Path, *, insecure: bool,
-    most_seconds: float = math.inf,
+    most_seconds: float = math.inf, done: Callable[[], bool] = lambda: False,
 ) -> None:  # fmt: skip
-    """Answer a server's requests until this process is stopped."""
+    """Answer a server's requests until this process is stopped, or done."""
     from fedstill.flower.node import serve
 
     _warn(insecure)
@@ -258,7 +267,7 @@ def _answer(
     logging.getLogger("alembic").setLevel(logging.WARNING)
     serve(
         site.handle, server=server, key=key, ca=None if insecure else ca, directory=place, record=site.record,
-        most_seconds=most_seconds,
+        most_seconds=most_seconds, done=done,
         ready=lambda: say(f"connected to {server} as {key.name}"),
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ from fedstill.data.formats.pytorch import from_torch
 from fedstill.data.formats.table import TableSettings, from_frame
 from fedstill.data.huggingface import from_huggingface
 from fedstill.data.sources import Description, describe, load, names
+from fedstill.data.sources import load as load_dataset
 from fedstill.data.tokens import TextSettings
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "from_huggingface",
     "from_torch",
     "load",
+    "load_dataset",
     "names",
 ]

@@ -72,7 +72,7 @@ class ImagePreprocessing(_Preprocessing):
         return x.contiguous(memory_format=torch.channels_last)
 
     def normalise(self, x: Tensor) -> Tensor:
-        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
+        mean, std = torch.tensor(self.mean, device=x.device), torch.tensor(self.std, device=x.device)
         scale, shift = (1 / (255 * std)).view(-1, 1, 1), (mean / std).view(-1, 1, 1)
         if x.is_floating_point():
             return x * scale - shift
@@ -238,7 +238,8 @@ def _pixels(raw: Any, channels: int) -> Tensor:
     if x.dim() == 2:
         x = x[None, None]
     elif x.dim() == 3:
-        first = next((c for c in possible if x.shape[0] == c), None)
+        # To a model of grey images, three of them are not one in colour: that is how training data are read too.
+        first = next((c for c in possible if x.shape[0] == c and channels > 1), None)
         last = next((c for c in possible if x.shape[2] == c), None)
         if first is not None and (last is None or first == channels):
             x = x.unsqueeze(0)

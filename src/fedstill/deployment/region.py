@@ -29,6 +29,7 @@ from fedstill.data.federation import Federation
 from fedstill.data.statistics import with_table
 from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, AuditLog, RecordedLink, answer_entry
+from fedstill.deployment.delivery import deliver, is_finish
 from fedstill.deployment.episodes import TOTALS
 from fedstill.deployment.policy import Policy
 from fedstill.deployment.protocol import BY_CLASS, RunInfo, SiteLink, run_number
@@ -165,6 +166,9 @@ class RegionalServer:
             run = self._open_run(message["run"])
             if body is None:
                 return run.sample_counts()
+            if is_finish(body):
+                run.finish(str(body.get("model")), down)
+                return {"received": True}
             request = request_from(body)
             with one_thread():
                 if isinstance(request, Score):
@@ -315,6 +319,11 @@ class _RegionRun:
                 self.rounds.go_back(back)
             seen(rollbacks, path)
         return self.rounds.episode(self._sites, model, request.round, measure=request.measure, seconds=seconds)
+
+    def finish(self, name: str, down: Message) -> None:
+        """Pass the final model on to the sites, which check it."""
+        models = {name: down["model"]} if "model" in down else {}
+        deliver(self._link, self._registry, models, timeout=self._server.terms.timeout)
 
     def _is_global(self, round_: int) -> bool:
         """Whether the global server may come back to the end of this round."""

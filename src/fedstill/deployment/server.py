@@ -29,6 +29,7 @@ from fedstill.core.tree import Message, Tree
 from fedstill.data.preprocessing import TablePreprocessing
 from fedstill.data.statistics import with_table
 from fedstill.deployment.audit import RecordedLink
+from fedstill.deployment.delivery import deliver
 from fedstill.deployment.episodes import TOTALS, EpisodeLoop
 from fedstill.deployment.protocol import (
     BALANCED,
@@ -297,7 +298,14 @@ def serve(
     def engine(worker: Worker) -> Engine:
         return SiteEngine(worker, link, registry, terms, least=least)
 
-    return api.run_in_directory(setup, directory, listener, engine, loop_class=loop_class)
+    return api.run_in_directory(
+        setup,
+        directory,
+        listener,
+        engine,
+        loop_class=loop_class,
+        at_end=lambda loop: deliver(link, registry, loop.models(), timeout=terms.timeout),
+    )
 
 
 def _class_weight(directory: RunDirectory, setup: Setup, registry: SiteRegistry) -> list[float]:

@@ -6,6 +6,7 @@ against the site's limits, and what is sent back is what its policy allows. docs
 
 from __future__ import annotations
 
+import logging
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -32,6 +33,7 @@ from fedstill.data.formats.columns import header
 from fedstill.data.statistics import PARTS, column_sums, own_columns, with_table
 from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, AuditLog, answer_entry, request_kind
+from fedstill.deployment.delivery import is_finish, keep_model
 from fedstill.deployment.policy import Consent, Policy, Usage
 from fedstill.deployment.protocol import BALANCED, BY_CLASS, CLASS_COUNTS, STATISTICS, RunInfo, run_number
 from fedstill.engine.worker import FinalExchange, Request, Score, Train, Worker, request_from
@@ -44,6 +46,8 @@ from fedstill.models.pretrained import DISTILBERT
 from fedstill.running.machine import one_thread
 from fedstill.running.rollback import ROLLBACKS, seen, unseen
 from fedstill.train.task import Task
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,11 +106,14 @@ class Site:
         inputs: LocalInputs | None = None,
         policy: Policy | None = None,
         ask: Callable[[str], bool] | None = None,
+        finished: Callable[[str], None] = log.info,
     ) -> None:
         """Without `data` of its own, a site has its share of what the run divides, to try things out.
 
-        `ask` puts to the site's owner what the policy leaves open; without it, that is refused.
+        `ask` puts to the site's owner what the policy leaves open; without it, that is refused. `finished` gets what
+        there is to say when a run has ended.
         """
+        self._finished = finished
         self._directory, self._inputs, self._policy = directory, inputs or LocalInputs(), policy or Policy()
         self._consent = Consent(self._policy, ask)
         self._device = find(self._inputs.device)
@@ -128,6 +135,9 @@ class Site:
         if body == {"kind": STATISTICS}:
             with usage.work(training=False):
                 return self._statistics(run, config)
+        if is_finish(body):
+            with usage.work(training=False):
+                return self._finish(self._worker(run, config), config, run, body.get("model"), down)
         with during(Step.REQUEST):
             request = None if body is None else _request(body, run, config)
         with usage.work(training=isinstance(request, Train | FinalExchange)):
@@ -147,6 +157,11 @@ class Site:
             found = dataset_of(load_data(_own_columns(config, run), table=table), "the site's data")
         with during(Step.PREPARE):
             return column_sums(own_columns(found, table), found.train.x, self._policy.min_count).message()
+
+    def _finish(self, worker: Worker, config: Config, run: RunInfo, name: Any, down: Tree) -> Tree:
+        with during(Step.FINAL), one_thread(), on(self._device):
+            self._finished(keep_model(self._directory, worker, config, run["client"], name, down))
+        return {"received": True}
 
     def _answer(self, worker: Worker, request: Request | None, down: Tree, run: RunInfo, config: Config) -> Tree:
         private = Kind.METRICS in self._policy.deny

@@ -62,8 +62,9 @@ def serve(
     ready: Callable[[], None] | None = None,
     record: Record | None = None,
     most_seconds: float = math.inf,
+    done: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Answer each request from `server` (host:port) with what `handle` returns, until SIGTERM or SIGINT.
+    """Answer each request from `server` (host:port) with what `handle` returns, until SIGTERM, SIGINT or `done`.
 
     The server is waited for, and reconnected to, for ever, also if it does not know the key yet, or its certificate
     has expired; FedstillError when it is not the right one. Without `ca` nothing is encrypted, and the server must have
@@ -76,6 +77,11 @@ def serve(
     private_folder(directory)
     with owner_only(), _locked(directory), suppress(_Stopped), _stoppable():
         site = _Site(handle, directory, ready, record, most_seconds)
+
+        def end_when_done() -> None:
+            if done():
+                raise _Stopped
+
         refused_since: float | None = None
         rejected = 0  # times in a row
         while True:
@@ -88,6 +94,7 @@ def serve(
                     predecessor=site.node_id(),
                     connected=site.connected,
                     answer=site.answer,
+                    pushed=end_when_done,
                 )
             except private.Refusal as error:
                 refused_since = refused_since or time.monotonic()

@@ -282,8 +282,11 @@ def supernode(
     predecessor: int | None,
     connected: Callable[[int], None],
     answer: Callable[[RecordDict], RecordDict],
+    pushed: Callable[[], None] = lambda: None,
 ) -> None:
     """Flower's SuperNode until it loses its place at the SuperLink; Refusal if it finds none.
+
+    `pushed` is called whenever all answers are at the server; it may raise, to end this.
 
     Flower's SuperNode leaves a message to a ClientApp in another process and polls until that has answered. Here the
     ClientApp is called in its stead, so one process lives as long as the site and no local port is opened.
@@ -313,6 +316,7 @@ def supernode(
             node._insert_message(app(message, context), state, object_store)
             state.record_message_processing_end(bare.metadata.message_id)
         push(state=state, object_store=object_store, **network)
+        pushed()
         idle_since = time.monotonic()
 
     @contextmanager

@@ -89,6 +89,9 @@ class FedKF(FedAvg):
             return {"model": server.model}
         return {"OCA": server.state["oca"], "ACA": server.model}
 
+    def own_model(self, state: dict[str, Any], kept: dict[str, Any]) -> Tensor | None:
+        return kept.get("model")
+
     # --- client -------------------------------------------------------------------------------------------------
 
     def objective(self, client: Client) -> Objective:

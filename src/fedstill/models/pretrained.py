@@ -173,3 +173,16 @@ def _library(name: str) -> Any:
         return __import__(name)
     except ImportError as error:
         raise SettingError(f"it needs the {name} library: pip install 'fedstill[text]'") from error
+
+
+def encoder_config(module: nn.Module) -> str:
+    """The configuration of the pretrained encoder in a network, as JSON: enough to build it again; empty: it has none.
+
+    >>> encoder_config(nn.Linear(2, 2))
+    ''
+    """
+    found = next((layer.encoder for layer in module.modules() if isinstance(layer, Pretrained)), None)
+    if found is None:
+        return ""
+    config: Any = getattr(found, "get_base_model", lambda: found)().config
+    return str(config.to_json_string(use_diff=False))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 from fedstill.building.config import (
@@ -28,6 +30,8 @@ from fedstill.data.federation import Federation
 from fedstill.data.sources import Glance
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Worker
+from fedstill.inference.description import unwrapped
+from fedstill.inference.predictor import Predictor
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.metrics.records import RoundRecord, Summary
@@ -50,6 +54,25 @@ class Result:
     records: list[RoundRecord]  # as in metrics.jsonl
     model: nn.Module  # the trained network: yours, if you brought one; untrained if the method has no global model
     path: Path | None  # the run directory, if it was kept
+    _predictor: Predictor | None = field(default=None, repr=False)
+
+    @property
+    def predictor(self) -> Predictor:
+        """The trained model with its preprocessing, as `fedstill.load` gives it."""
+        if self._predictor is None:
+            raise SettingError(
+                f"{self.summary['method']} has no global model, every client keeps its own: run it with out=DIR, and "
+                "fedstill.load(DIR, client=0) gives that of a client"
+            )
+        return self._predictor
+
+    def predict(self, raw: Any) -> npt.NDArray[np.str_]:
+        """The class of each raw input, such as an image or a row of a table."""
+        return self.predictor.predict(raw)
+
+    def predict_proba(self, raw: Any) -> npt.NDArray[np.float64]:
+        """The probability of each class for each raw input, (N, classes)."""
+        return self.predictor.predict_proba(raw)
 
 
 def run(
@@ -188,15 +211,23 @@ def run_in_directory(
     listener: Listener | None = None,
     engine: Callable[[Worker], Engine] | None = None,
     loop_class: type[RoundLoop] = RoundLoop,
+    at_end: Callable[[RoundLoop], None] | None = None,
 ) -> Result:
-    """Carry out what is left to do in a run directory, on another engine than the settings name if one is given."""
+    """Carry out what is left to do in a run directory, on another engine than the settings name if one is given.
+
+    `at_end` is called once the results are written.
+    """
     try:
         with logging_to(directory.path / files.LOG), devices.on(devices.find(setup.config.device)):
             for warning in setup.warnings:
                 log.info("%s", warning)
             loop = loop_class(setup, directory, listener, engine)
             summary = loop.run()
-            return Result(summary, loop.records, loop.trained(), directory.path)
+            if at_end:
+                at_end(loop)
+            predictor = loop.predictor()
+            model = unwrapped(predictor.module.network) if predictor else loop.trained()
+            return Result(summary, loop.records, model, directory.path, predictor)
     finally:
         directory.release()
 

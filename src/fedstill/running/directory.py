@@ -267,6 +267,11 @@ class RunDirectory:
                 if store.check(client, written)[1] != entry["sha256"].tobytes().hex():
                     raise DataError(f"{store.path(client, written)} is not of this run")
 
+    def client_states(self, client: int) -> tuple[Tree, Tree]:
+        """What a client keeps for itself, and what the servers keep for it; empty if they keep nothing."""
+        kept = (store.latest(client) for kind, store in self._stores().items() if kind != _CLIENTS)
+        return self.client_store.latest(client) or {}, next(filter(None, kept), {})
+
     def server_state(self) -> Tree:
         """What the method kept on the server at the newest checkpoint; empty if there is none. Changes nothing."""
         rounds = self.checkpoint_rounds()
@@ -303,6 +308,8 @@ class RunDirectory:
         """Delete what the end of a run wrote, and the models that rounds after this one saved."""
         for name in files.RESULTS:
             (self.path / name).unlink(missing_ok=True)
+        for file in self.path.glob(files.FURTHER_MODELS):
+            file.unlink()
         later = [path for saved, path in self.saved_models().items() if saved > round_]
         later += [path for episode, path in self.saved_episodes().items() if episode * rounds_per_episode > round_]
         for path in later:
@@ -402,7 +409,7 @@ class RunDirectory:
         """Delete what an earlier run wrote, and nothing else."""
         for name in files.REPLACED:
             (self.path / name).unlink(missing_ok=True)
-        saved = (*self.saved_episodes().values(), *self.saved_models().values())
+        saved = (*self.saved_episodes().values(), *self.saved_models().values(), *self.path.glob(files.FURTHER_MODELS))
         for file in (*self.checkpoints.glob("round-*"), *saved, *(self.path / files.TENSORBOARD).glob("events.out.*")):
             file.unlink()
         self.index.path.unlink(missing_ok=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,11 +16,12 @@ from fedstill.data.federation import Federation
 from fedstill.engine.base import Engine, LocalTest
 from fedstill.engine.worker import Score, Source
 from fedstill.metrics import scores
+from fedstill.metrics.confusion import confusion_matrix
 from fedstill.metrics.fairness import Fairness, fairness, fairness_of_counts
 from fedstill.metrics.records import Scores
 from fedstill.metrics.scores import Metric, Outcomes, Table
+from fedstill.train.evaluate import evaluation_bounds
 
-_SCORED_AT_ONCE = 1000
 _NOTHING = {"loss": torch.zeros(0), "predicted": torch.zeros(0, dtype=torch.int64)}
 
 
@@ -146,19 +146,9 @@ def _outcomes(
 
 def _score(engine: Engine, model: Tensor, source: Source, n: int, *, probabilities: bool = False) -> dict[str, Tensor]:
     """What is known of every sample of a source."""
-    bounds = np.linspace(0, n, -(-n // _SCORED_AT_ONCE) + 1).astype(int).tolist()
-    requests = [Score(source, start, stop, probabilities) for start, stop in pairwise(bounds)]
+    requests = [Score(source, start, stop, probabilities) for start, stop in evaluation_bounds(n)]
     answers = list(engine.run(requests, {"model": model})) or [_NOTHING]
     return {key: torch.cat([answer[key].cpu() for answer in answers]) for key in answers[0]}
-
-
-def confusion_matrix(labels: IntArray, predicted: IntArray, classes: int) -> IntArray:
-    """How often samples of each class (rows) were taken for each class (columns).
-
-    >>> confusion_matrix(np.array([0, 0, 1]), np.array([0, 1, 1]), 2).tolist()
-    [[1, 1], [0, 1]]
-    """
-    return np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
 
 
 def _share(part: int, whole: int) -> float:

@@ -5,7 +5,9 @@ metrics.jsonl       one JSON object a round
 summary.json        best and final numbers, cost, versions; there when the run is finished
 digests.json        the digests of the results, written last; `fedstill verify` checks them and everything else
 clients.csv         each client's samples and its accuracy under the final model
-model.safetensors   the final model as named tensors
+model.safetensors   the final model as named tensors, and in its header what model.json says
+model-….safetensors the further models that the method evaluates, such as that without T1
+model.json          what a prediction needs beside the weights: preprocessing, classes, network; for `fedstill.load`
 tokenizer.json      what made tokens of text, where the data are text
 preprocessing.json  what each column of a table is, and what it is standardised by, where the data are a table
 frozen.txt          the digest of weights that are not trained, where there are some
@@ -23,6 +25,8 @@ log.txt             what happened when
 
 from __future__ import annotations
 
+import re
+
 from fedstill.core import trust
 
 CONFIG = "config.toml"
@@ -31,6 +35,8 @@ SUMMARY = "summary.json"
 DIGESTS = "digests.json"
 CLIENTS = "clients.csv"
 MODEL = "model.safetensors"
+FURTHER_MODELS = "model-*.safetensors"
+DESCRIPTION = "model.json"
 TOKENIZER = "tokenizer.json"
 PREPROCESSING = "preprocessing.json"
 FROZEN = "frozen.txt"
@@ -45,7 +51,7 @@ RECEIVED = "received.jsonl"
 LOG = "log.txt"
 
 INPUTS = (TOKENIZER, PREPROCESSING, FROZEN)  # written before the first round
-RESULTS = (SUMMARY, CLIENTS, MODEL, CURVES)  # written at the end
+RESULTS = (SUMMARY, CLIENTS, MODEL, DESCRIPTION, CURVES)  # written at the end
 REPLACED = (
     DIGESTS,
     METRICS,
@@ -56,3 +62,12 @@ REPLACED = (
     trust.CODE,
     RECEIVED,
 )  # by a new run in the same place
+
+
+def further_model(name: str) -> str:
+    """The file of a model that is not the first of its method's.
+
+    >>> further_model("without T1")
+    'model-without-t1.safetensors'
+    """
+    return f"model-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.safetensors"

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from fedstill.building.config import anchored, fixed
@@ -29,9 +28,10 @@ from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import Message, first_not_finite, nbytes
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import FinalExchange, Train, Worker
+from fedstill.inference.description import ModelDescription, describe, model_bytes, unwrapped
+from fedstill.inference.predictor import Predictor
 from fedstill.methods.base import Server, misfit
 from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Summary
-from fedstill.models.base import Wrapped
 from fedstill.running import files
 from fedstill.running.colluding import colluding
 from fedstill.running.directory import RunDirectory, to_json, without_nan
@@ -41,6 +41,7 @@ from fedstill.running.machine import make_engine, one_thread, server_threads
 from fedstill.running.records import NOT_EVALUATED, Tally, of_own_models, summarise, versions
 from fedstill.running.retries import Retries
 from fedstill.running.uplinks import Checked, RoundFailed, fewest_answers
+from fedstill.train.task import classifier
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +165,8 @@ class RoundLoop:
                 self.directory.append(record)
                 if config.save_models and round_ % config.save_models == 0 and self.setup.method.global_model:
                     # Before the checkpoint: a run that is resumed from it has no gap here.
-                    self.directory.save_model(round_, save_tensors(self.trained_state_dict()))
+                    name, model = next(iter(self.models().items()))
+                    self.directory.save_model(round_, self._model_bytes(self.describe([name]), name, model))
                 if round_ % config.checkpoint_every == 0 or round_ == config.rounds:
                     self.checkpoint()
                 self.listener.round_done(record)
@@ -199,7 +201,7 @@ class RoundLoop:
                 which = "the global model" if server is self.server else f"the model of region {server.region + 1}"
                 raise FedstillError(f"round {round_}: {which} is no longer finite; a smaller lr may help")
         trained = time.perf_counter()
-        models = self._models() if due else {}
+        models = self.models() if due else {}
         evaluations = {name: self._evaluate(engine, model) for name, model in models.items()}
         main = next(iter(evaluations.values()), None)
         record: RoundRecord = {"round": round_, "evaluated": due}
@@ -403,7 +405,8 @@ class RoundLoop:
             device.seed_layers(seeds.key(self.setup.config.seed, purpose, self.server.round, *where))
             yield
 
-    def _models(self) -> dict[str, Tensor]:
+    def models(self) -> dict[str, Tensor]:
+        """The models to evaluate, by name; the first is what the run is for."""
         if not (self.setup.hierarchy.flat or self.setup.method.has_final_exchange):
             return {"model": self.server.model}
         models = self.setup.method.models(self.server)
@@ -414,7 +417,7 @@ class RoundLoop:
 
     def model(self) -> Tensor:
         """The weights of the model: what the run is for."""
-        return next(iter(self._models().values()))
+        return next(iter(self.models().values()))
 
     def state(self) -> dict[str, Any]:
         """What the servers know."""
@@ -445,23 +448,37 @@ class RoundLoop:
             quoted = '"' + name.replace('"', '""') + '"' if any(c in name for c in ',"\n') else name
             rows.write(f"{quoted},{n},{m},{'' if math.isnan(accuracy) else f'{accuracy:.6f}'}\n".encode())
         self.directory.write(files.CLIENTS, rows.getvalue())
-        if self.setup.method.global_model:
-            self.directory.write(files.MODEL, save_tensors(self.trained_state_dict()))
+        models = self.models() if self.setup.method.global_model else {}
+        description = self.describe(models)
+        for name, model in models.items():
+            file = files.MODEL if name == description.model else files.further_model(name)
+            self.directory.write(file, self._model_bytes(description, name, model))
+        self.directory.write(files.DESCRIPTION, description.model_dump_json(indent=2) + "\n")
         self.directory.write(files.SUMMARY, to_json(summary, indent=2) + "\n")
         self.directory.write_digests()
 
-    def trained_state_dict(self) -> dict[str, Tensor]:
-        """The model as named tensors, with the names of the user's own network."""
-        return {name: t.detach().clone().contiguous() for name, t in self.trained().state_dict().items()}
+    def describe(self, models: Iterable[str]) -> ModelDescription:
+        """What the run's models are."""
+        return describe(self.setup.config, self.setup.task, self.setup.method, tuple(models))
 
-    def trained(self) -> nn.Module:
-        """The trained network, the user's own if there is one; untrained if the method has no global model."""
+    def _model_bytes(self, description: ModelDescription, name: str, model: Tensor) -> bytes:
+        alone = description.model_copy(update={"model": name, "models": (name,)})
+        return model_bytes(alone, self.trained(model).state_dict())
+
+    def trained(self, model: Tensor | None = None) -> nn.Module:
+        """The network with these weights, the user's own if there is one; untrained if there are none."""
         with device.on(device.CPU):
             net = self.setup.task.build()
-        if self.setup.method.global_model:
-            net.load(self.model())
-        module = net.module.module if isinstance(net.module, Wrapped) else net.module
-        return self.setup.task.without_statistics(module).eval()
+        if model is not None:
+            net.load(model)
+        return self.setup.task.without_statistics(unwrapped(classifier(net))).eval()
+
+    def predictor(self) -> Predictor | None:
+        """The model with all that it needs to predict; None if the method has no global one."""
+        if not self.setup.method.global_model:
+            return None
+        models = self.models()
+        return Predictor(self.trained(next(iter(models.values()))), self.describe(models))
 
 
 def _without(members: IntArray, absent: set[int]) -> IntArray:

@@ -17,7 +17,7 @@ from fedstill.core.weights import FlatNet
 from fedstill.data.augment import Augmentation
 from fedstill.data.dataset import Dataset
 from fedstill.models.base import Classifier
-from fedstill.models.norms import norms
+from fedstill.models.norms import drop_statistics, norms
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,7 @@ class Task:
     def without_statistics(self, module: nn.Module) -> nn.Module:
         """A network as it is evaluated: without running statistics, unless they are averaged."""
         if self.buffers != "average":
-            for layer in norms(module):
-                layer.track_running_stats = False
-                layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+            drop_statistics(module)
         return module
 
 

@@ -56,6 +56,13 @@ def from_arrays(
 
 def read_npz(path: Path) -> Decoded:
     """`x, y` or `x_train, y_train`, and optionally `x_test, y_test`, `client`, `client_test`, `classes`."""
+    arrays = read_arrays(path)
+    classes = arrays.pop("classes", None)
+    return decode(arrays, None if classes is None else [str(name) for name in classes.reshape(-1)], str(path))
+
+
+def read_arrays(path: Path) -> dict[str, Array]:
+    """The arrays of an `.npz` by name, `_train` left out; nothing is unpickled."""
     try:
         with np.load(path, allow_pickle=False) as content:
             arrays = {key.removesuffix("_train"): content[key] for key in content.files}
@@ -63,9 +70,7 @@ def read_npz(path: Path) -> Decoded:
         raise DataError(f"{path}: damaged, or not an .npz of plain arrays ({in_one_line(error)})") from error
     if other := [key for key, array in arrays.items() if not isinstance(array, np.ndarray)]:
         raise DataError(f"{path}: damaged, or not an .npz of plain arrays ({other[0]!r} is none)")
-    arrays = {key: _text(array, f"{path}: {key}") for key, array in arrays.items()}
-    classes = arrays.pop("classes", None)
-    return decode(arrays, None if classes is None else [str(name) for name in classes.reshape(-1)], str(path))
+    return {key: _text(array, f"{path}: {key}") for key, array in arrays.items()}
 
 
 def _text(array: Array, what: str) -> Array:

@@ -81,7 +81,10 @@ def test_parquet_and_pandas_give_the_same_dataset(tmp_path: Path) -> None:
     table = frame(code=[None, 3] * (ROWS // 2), smokes=[True, False] * (ROWS // 2))
     data = pandas.DataFrame(table).astype({"sex": "category", "code": "Int64"})
     data.to_parquet(tmp_path / "t.parquet")
-    found = [fedstill.load_dataset(str(tmp_path / "t.parquet"), table=TableSettings("outcome")), from_frame(data, "outcome")]
+    found = [
+        fedstill.load_dataset(str(tmp_path / "t.parquet"), table=TableSettings("outcome")),
+        from_frame(data, "outcome"),
+    ]
     for each in (*found, from_frame(table, "outcome")):
         assert torch.equal(each.train.x.nan_to_num(-1), found[0].train.x.nan_to_num(-1))
         assert each.table == found[0].table

@@ -25,6 +25,7 @@ from fedstill.building.schema import (
 )
 from fedstill.core import custom, device
 from fedstill.core.errors import SettingError, unknown
+from fedstill.core.files import home_path
 from fedstill.data import augment, sources
 from fedstill.data.sources import Glance
 from fedstill.methods import registry
@@ -57,17 +58,17 @@ def anchored(config: Config) -> Config:
         if custom.is_reference(value):
             update[name] = _anchored(value)
         elif files and is_saved(value):
-            update[name] = f"hf:{Path(value.removeprefix('hf:')).expanduser().resolve()}"
-        elif files and value and value not in sources.names() and Path(value).expanduser().exists():
-            update[name] = str(Path(value).expanduser().resolve())
+            update[name] = f"hf:{home_path(value.removeprefix('hf:')).resolve()}"
+        elif files and value and value not in sources.names() and home_path(value).exists():
+            update[name] = str(home_path(value).resolve())
     folder = config.model_options.get("pretrained")
-    if isinstance(folder, str) and Path(folder).expanduser().is_dir():
-        update["model_options"] = config.model_options | {"pretrained": str(Path(folder).expanduser().resolve())}
+    if isinstance(folder, str) and home_path(folder).is_dir():
+        update["model_options"] = config.model_options | {"pretrained": str(home_path(folder).resolve())}
     update["metrics"] = list(map(_anchored, config.metrics))
     update["region"] = [r.model_copy(update={"method": _anchored(r.method)}) for r in config.region]
     data_dir = config.data_dir or os.environ.get("FEDSTILL_DATA", "")
     if data_dir:
-        update["data_dir"] = str(Path(data_dir).expanduser().resolve())
+        update["data_dir"] = str(home_path(data_dir).resolve())
     return config.model_copy(update=update)
 
 
@@ -76,7 +77,7 @@ def _anchored(reference: str) -> str:
     if not custom.is_reference(reference):
         return reference
     file, _, rest = reference.rpartition(":")
-    return f"{Path(file).expanduser().resolve()}:{rest}"
+    return f"{home_path(file).resolve()}:{rest}"
 
 
 def resolve(
@@ -239,7 +240,7 @@ def _value(text: str) -> Any:
 
 def is_saved(name: str) -> bool:
     """Whether a name is of a folder that the Hugging Face library saved."""
-    return name.startswith("hf:") and Path(name.removeprefix("hf:")).expanduser().is_dir()
+    return name.startswith("hf:") and home_path(name.removeprefix("hf:")).is_dir()
 
 
 def is_object(name: str) -> bool:

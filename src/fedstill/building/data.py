@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from fedstill.building.config import Config, is_object
 from fedstill.building.given import as_data
 from fedstill.core import custom
 from fedstill.core.errors import DataError, SettingError
+from fedstill.core.files import home_path
 from fedstill.data import TableSettings, TextSettings, load_dataset, tokens
 from fedstill.data.dataset import Dataset, Split, sized
 from fedstill.data.federation import Federation, federate
@@ -156,7 +156,7 @@ def wanted_tokenizer(config: Config) -> str:
     encoder = encoder_of(config)
     if config.tokenizer or not encoder:
         return config.tokenizer
-    folder = Path(encoder).expanduser()
+    folder = home_path(encoder)
     if not folder.is_dir() or (folder / "tokenizer.json").is_file():
         return encoder
     if has_learnt(encoder):
@@ -166,7 +166,7 @@ def wanted_tokenizer(config: Config) -> str:
 
 def check_tokens(config: Config, dataset: Dataset) -> None:
     """Refuse text in other tokens than the encoder has learnt."""
-    own = Path(encoder_of(config) or ".").expanduser() / "tokenizer.json"
+    own = home_path(encoder_of(config) or ".") / "tokenizer.json"
     if not (encoder_of(config) and dataset.tokenizer and own.is_file()):
         return
     if not tokens.same_vocabulary(dataset.tokenizer, tokens.read(str(own))):
@@ -265,7 +265,7 @@ def load_proxy(config: Config, given: Dataset | None, target: Dataset) -> Datase
             f"proxy = {config.proxy!r} is what the clients hold; for a part of it, set pool and proxy=pool"
         )
     if target.table is not None:
-        rows = read_table(Path(config.proxy).expanduser(), TableSettings(columns=target.table.columns, labelled=False))
+        rows = read_table(home_path(config.proxy), TableSettings(columns=target.table.columns, labelled=False))
         return with_table(rows, target.table)
     # Text in the target's tokens.
     text = TextSettings(target.tokenizer, config.vocabulary, target.shape[-1], labelled=False)

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.files import home_path
 
 
 def is_reference(name: str) -> bool:
@@ -26,7 +27,7 @@ def is_reference(name: str) -> bool:
 def load(reference: str) -> Any:
     """The object that `file.py:object` names."""
     file, _, name = reference.rpartition(":")
-    path = Path(file).expanduser().resolve()
+    path = home_path(file).resolve()
     if not path.is_file():
         raise SettingError(f"{reference}: there is no file {file}")
     try:
@@ -48,7 +49,7 @@ def call(reference: str, *arguments: Any) -> Any:
     except FedstillError:
         raise
     except Exception as error:
-        path = Path(reference.rpartition(":")[0]).expanduser().resolve()
+        path = home_path(reference.rpartition(":")[0]).resolve()
         raise SettingError(f"{reference} failed: {summary(error, path)}") from error
 
 

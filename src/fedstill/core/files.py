@@ -28,6 +28,15 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
+def home_path(name: str | os.PathLike[str]) -> Path:
+    """A path whose `~` is the home folder; where there is no such user, it stays as it is, as in a shell.
+
+    >>> home_path("~nobody-at-all/x")
+    PosixPath('~nobody-at-all/x')
+    """
+    return Path(os.path.expanduser(name))
+
+
 def write_atomic(path: str | os.PathLike[str], data: bytes | str, *, durable: bool = True) -> None:
     """Write a file so that a reader, or a crash, finds the old content or the new and never a part.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from fedstill.core import custom
 from fedstill.core.errors import SettingError
-from fedstill.core.files import read_json, write_json
+from fedstill.core.files import home_path, read_json, write_json
 
 CODE = "code.json"
 confirm: ContextVar[Callable[[str], bool]] = ContextVar("confirm", default=lambda question: False)
@@ -29,7 +29,7 @@ def files_of(settings: Mapping[str, Any]) -> list[Path]:
     named += metrics if isinstance(metrics := settings.get("metrics", []), list) else []
     named += [table.get("method") for table in tables if isinstance(table, Mapping)] if isinstance(tables, list) else []
     references = [name for name in named if isinstance(name, str) and custom.is_reference(name)]
-    return list(dict.fromkeys(Path(name.rpartition(":")[0]).expanduser().resolve() for name in references))
+    return list(dict.fromkeys(home_path(name.rpartition(":")[0]).resolve() for name in references))
 
 
 def record(directory: Path, settings: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedstill.core.errors import DataError
-from fedstill.core.files import naming, read_json, write_json
+from fedstill.core.files import home_path, naming, read_json, write_json
 from fedstill.core.owner import tighten
 from fedstill.data.formats.decoded import Array, Decoded, SourceFile, SplitArrays
 
@@ -33,7 +33,7 @@ EXPIRES_DAYS = 30  # without use
 
 def cache_folder() -> Path:
     """Where entries are kept: FEDSTILL_CACHE, else ~/.cache/fedstill/decoded."""
-    return Path(os.environ.get("FEDSTILL_CACHE") or "~/.cache/fedstill/decoded").expanduser()
+    return home_path(os.environ.get("FEDSTILL_CACHE") or "~/.cache/fedstill/decoded")
 
 
 def cached(

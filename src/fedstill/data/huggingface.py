@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedstill.core.errors import DataError, SettingError, in_one_line
+from fedstill.core.files import home_path
 from fedstill.data import download, tokens
 from fedstill.data.dataset import Dataset
 from fedstill.data.formats import arrays, images
@@ -253,7 +253,7 @@ def _opened(name: str) -> Any:
     """What a name or a folder stands for."""
     wanted = name.removeprefix(PREFIX)
     called, _, configuration = wanted.partition(":")
-    folder = Path(wanted).expanduser()
+    folder = home_path(wanted)
     if not folder.is_dir() and (wanted.startswith((".", "~", "/")) or not tokens.HUB_NAME.fullmatch(called)):
         raise DataError(f"{name}: there is no folder {wanted}, and on the hub no such name")
     try:

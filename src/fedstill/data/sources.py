@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from fedstill.core.errors import DataError, SettingError, unknown
+from fedstill.core.files import home_path
 from fedstill.data import download, huggingface, tokens
 from fedstill.data.cache import cached
 from fedstill.data.dataset import Dataset
@@ -58,7 +59,7 @@ def is_text(name: str) -> bool:
         return SOURCES[name].texts is not None
     if huggingface.is_name(name):
         return huggingface.is_text(name)
-    return name == "glosses-mini" or text.is_table(name) or leaf.kind(Path(name).expanduser()) == "text"
+    return name == "glosses-mini" or text.is_table(name) or leaf.kind(home_path(name)) == "text"
 
 
 def is_table(name: str, target: str = "") -> bool:
@@ -94,7 +95,7 @@ def glance(name: str, target: str = "", client_column: str = "") -> Glance:
     >>> glance("mnist"), glance("ag-news")
     (Glance(kind='images', owners=False), Glance(kind='text', owners=False))
     """
-    path = Path(name).expanduser()
+    path = home_path(name)
     rows = not name or (name in SOURCES and SOURCES[name].table)  # no name: a server that knows only tables' columns
     kind: Kind = "table" if rows or is_table(name, target) else "text" if is_text(name) else "images"
     if not name or name in names() or not path.exists():
@@ -116,7 +117,7 @@ def glance(name: str, target: str = "", client_column: str = "") -> Glance:
 
 def data_folder(data_dir: str | Path | None = None) -> Path:
     """Where datasets are looked for: the given folder, else FEDSTILL_DATA, else ~/.cache/fedstill/data."""
-    return Path(data_dir or os.environ.get("FEDSTILL_DATA") or "~/.cache/fedstill/data").expanduser()
+    return home_path(data_dir or os.environ.get("FEDSTILL_DATA") or "~/.cache/fedstill/data")
 
 
 def load(
@@ -187,7 +188,7 @@ def _load_path(path: Path, image_size: int) -> Dataset:
 
 def existing_path(name: str) -> Path:
     """The file or folder of this name; if there is none, an error that says so, or which names there are."""
-    path = Path(name).expanduser()
+    path = home_path(name)
     if path.exists():
         return path
     if not (path.suffix or os.sep in name or name.startswith((".", "~"))):
@@ -243,7 +244,7 @@ def _load_text(name: str, folder: Path, settings: TextSettings, progress: Progre
     key = (_TEXT_VERSION, tokenizer or settings.vocabulary, settings.max_length, settings.labelled, settings.columns)
     listed = [source_file(path) for path in paths]
     if name not in SOURCES:
-        own = _root(paths).resolve().name if Path(name).expanduser().is_dir() else paths[0].name.split(".")[0]
+        own = _root(paths).resolve().name if home_path(name).is_dir() else paths[0].name.split(".")[0]
         return to_dataset(cached("table of text", key, _root(paths), listed, build), own)
     decoded = cached(name, key, _root(paths), listed, build)
     _check_counts(name, len(decoded.train.y), len(decoded.test.y))
@@ -276,7 +277,7 @@ def _corpus(
         path = existing_path(name)
         return (path,), lambda: text.read_table(path, columns, labelled=labelled)
     if name not in SOURCES:
-        root = Path(name).expanduser()
+        root = home_path(name)
         return tuple(Path(file.path) for file in leaf.files(root)), lambda: leaf.shakespeare(root)
     source = SOURCES[name]
     paths, read = _find(source, folder) or _obtain(source, folder, progress), source.texts

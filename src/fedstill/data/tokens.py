@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedstill.core.choices import SMALLEST_VOCABULARY
 from fedstill.core.errors import DataError, FedstillError, SettingError
+from fedstill.core.files import home_path
 from fedstill.data import download
 from fedstill.data.formats.decoded import Array, Decoded
 from fedstill.data.formats.text import Columns, Corpus
@@ -87,7 +87,7 @@ def encoded(corpus: Corpus, where: str, settings: TextSettings) -> Decoded:
 def read(name: str) -> str:
     """The tokenizer in a file or folder, or on the hub, as JSON."""
     library = _library()
-    path = Path(name).expanduser()
+    path = home_path(name)
     if path.is_dir():
         path = path / "tokenizer.json"
         if not path.is_file():

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedstill.building.config import Config
@@ -91,9 +90,9 @@ def _accuracies(worker: Worker, model: Tensor) -> str:
     count = len(worker.federation.test_index)
     if not count:
         return ""
-    whole = Score("local", 0, count)
+    whole, labels = Score("local", 0, count), worker.federation.test_split.y[worker.federation.test_index]
     before, after = (
-        float(worker.handle(whole, {"model": weights})["right"].to(torch.float64).mean())
+        float((worker.handle(whole, {"model": weights})["predicted"].cpu() == labels).double().mean())
         for weights in (worker.task.initial, model)
     )
     return f"; right on {100 * after:.1f} % of your {count:,} tests, {100 * before:.1f} % before the first round"

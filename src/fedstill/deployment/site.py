@@ -23,6 +23,7 @@ from fedstill.building.task import local_training, make_task
 from fedstill.building.topology import regional_method
 from fedstill.core.device import find, on
 from fedstill.core.errors import DataError, SettingError
+from fedstill.core.files import home_path
 from fedstill.core.reports import Code, Refusal, Step, during
 from fedstill.core.store import Store
 from fedstill.core.tree import Tree
@@ -308,7 +309,7 @@ def _class_weight(run: RunInfo) -> tuple[float, ...]:
 
 def _own_columns(config: Config, run: RunInfo) -> Config:
     """The settings for a site's own table: which columns are features is known, and all rows are the site's."""
-    path = Path(config.data).expanduser()
+    path = home_path(config.data)
     own: dict[str, Any] = {
         "classes": run["classes"],
         "client_column": "",

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedstill.building.task import Network
 from fedstill.core import trust
 from fedstill.core.errors import DataError, SettingError, unknown
+from fedstill.core.files import home_path
 from fedstill.core.tree import read_tensors
 from fedstill.core.weights import FlatNet
 from fedstill.data import sources
@@ -55,7 +56,7 @@ def load(
     >>> load(out)
     <Predictor: lenet5 by fedavg; image 1x32x32 -> 10 classes>
     """
-    place = Path(path).expanduser()
+    place = home_path(path)
     if place.is_file():
         return _from_file(place, which, client, model, method)
     description = _description(place)

@@ -35,6 +35,7 @@ from fedstill.report.confusion import confusion
 from fedstill.report.curves import curves, seed_curves
 from fedstill.report.landscape import line, plane
 from fedstill.report.runs import RunData
+from fedstill.report.series import line_of
 from fedstill.report.toy import Regions, toy
 from fedstill.report.tsne import tsne
 from fedstill.studies import toy as toys
@@ -140,6 +141,14 @@ def test_a_band_reaches_one_deviation_to_both_sides_of_the_mean_or_over_the_rang
     wider: Any = seed_curves({"x": [seeds[0], seeds[0], seeds[2]]}, io.BytesIO(), metrics=["accuracy"], band="std")
     top = wider.axes[0].collections[0].get_paths()[0].vertices[:, 1].max()
     assert top == pytest.approx(np.mean([0.2, 0.2, 0.6]) + np.std([0.2, 0.2, 0.6], ddof=1))
+
+
+def test_a_band_ends_where_no_number_can_be() -> None:
+    seeds = [[{"round": 1, "fm": a, "accuracy": 1 - a, "gain": 0.1 - a}] for a in (0.0, 0.0, 0.3)]
+    deviation = np.std([0.0, 0.0, 0.3], ddof=1)
+    assert line_of(seeds, "fm").low == [0.0], "a variance is not negative"
+    assert line_of(seeds, "accuracy").high == [1.0], "nor is a share above one"
+    assert line_of(seeds, "gain").low == pytest.approx([0.0 - deviation]), "what can be negative may be"
 
 
 def test_curves_leave_out_rounds_without_the_number_and_label_their_axes() -> None:

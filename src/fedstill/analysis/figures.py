@@ -25,9 +25,10 @@ from fedstill.report.bars import bars
 from fedstill.report.bubbles import bubbles
 from fedstill.report.clients import clients
 from fedstill.report.confusion import confusion
-from fedstill.report.curves import Band, seed_curves, swept_curves
+from fedstill.report.curves import seed_curves, swept_curves
 from fedstill.report.landscape import line, plane
 from fedstill.report.runs import HYPER, Group, RunData, short, value
+from fedstill.report.series import Band
 from fedstill.report.toy import Regions, toy
 from fedstill.report.tsne import tsne
 from fedstill.running.directory import RunDirectory

@@ -59,7 +59,7 @@ def compare(
     for rows in tables:
         print_table(comparison_table(rows, seeds=seeds))
         print_table(cost_table(rows, seeds=seeds))
-    write_json(folder / "comparison.json", [without_nan(row.record(rows[0])) for rows in tables for row in rows])
+    write_json(folder / files.COMPARISON, [without_nan(row.record(rows[0])) for rows in tables for row in rows])
     picture = folder / files.CURVES
     title = "" if sweep[0] else title_of(first).removesuffix(f", seed {first.seed}") + f", {seeds} seeds"
     draw_comparison(tables, picture, title)

@@ -369,10 +369,18 @@ def report(
     directories: Annotated[list[Path], typer.Argument(help="Run directories, or folders that hold some.")],
     out: Annotated[Path, typer.Option(help="The page, one file.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="What to write above it.", show_default=False)] = "",
+    baseline: Annotated[str, typer.Option(help=r"The method that others are compared with. \[the first]")] = "",
     trust_code: TrustCode = False,
 ) -> None:
-    """Write a page about runs: results, figures, settings."""
-    importlib.import_module("fedstill.cli.pictures").report(directories, out, title)
+    """Write a page about runs: results, charts, settings. One file, which a browser opens without a network.
+
+    \b
+    fedstill report runs/compare-… --out report.html
+    fedstill report runs --baseline fedavg
+
+    Runs are in the order given, those of a comparison in its order. 'fedstill board' shows runs under way.
+    """
+    importlib.import_module("fedstill.cli.pictures").report(directories, out, title, baseline)
 
 
 @app.command(rich_help_panel="Look")

@@ -12,8 +12,8 @@ from fedstill.analysis.pages import write_page
 from fedstill.analysis.runs import group_runs, in_common, read_runs
 from fedstill.cli import commands
 from fedstill.core.errors import SettingError
-from fedstill.report.curves import Band
 from fedstill.report.runs import Group
+from fedstill.report.series import Band
 
 
 def curves(directories: list[Path], metrics: list[str], band: Band, out: Path, title: str) -> None:
@@ -76,12 +76,12 @@ def toy(rounds: int, points: int, seed: int, out: Path, title: str) -> None:
     _done(out)
 
 
-def report(directories: list[Path], out: Path, title: str) -> None:
+def report(directories: list[Path], out: Path, title: str, baseline: str) -> None:
     if out.suffix.lower() not in (".html", ".htm"):
         raise SettingError(f"--out {out}: a page ends in .html")
     if not out.parent.is_dir():
         raise SettingError(f"--out {out}: there is no folder {out.parent}")
-    write_page(directories, out, title)
+    write_page(directories, out, title, baseline)
     commands.say(f"page: {out}")
 
 

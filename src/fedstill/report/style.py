@@ -64,6 +64,11 @@ def label(metric: str) -> str:
     return METRICS.get(metric, metric.replace("_", " "))
 
 
+def is_share(metric: str) -> bool:
+    """Whether a metric, of any model, is shown in per cent."""
+    return metric.rpartition(".")[2] in SHARES
+
+
 def begin(width: float, height: float, title: str = "") -> Figure:
     """An empty figure of a size in inches, titled if there is a title; panels make room for each other."""
     figure = Figure(figsize=(width, height), layout="constrained")

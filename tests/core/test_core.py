@@ -585,6 +585,7 @@ def test_two_files_of_one_name_do_not_mix(tmp_path: Path) -> None:
 
 LAYERS = (  # from top to bottom; packages of one layer do not import each other
     {"cli"},
+    {"board"},
     {"analysis", "deployment"},
     {"studies"},
     {"running"},

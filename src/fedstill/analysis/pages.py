@@ -37,8 +37,8 @@ def write_page(directories: Sequence[Path], out: Path, title: str = "", baseline
                     curve_data(groups))]  # fmt: skip
     if served := client_accuracies(groups):
         caption = (
-            "Each client's accuracy under the final model, from the worst served to the best; dotted: AMP, all clients' "
-            "tests pooled; bands: the range over seeds"
+            "Each client's accuracy under the final model, from the worst served to the best; dotted: AMP, all "
+            "clients' tests pooled; bands: the range over seeds"
         )
         charts.append(Chart("clients", caption, client_data(served)))
     partitions = _partitions(groups)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedstill.cli import cache, figures, keys
+from fedstill.cli import board, cache, figures, keys
 from fedstill.cli.consent import (
     Allow,
     Deny,
@@ -43,6 +43,7 @@ app = typer.Typer(
 app.add_typer(figures.app, name="figure", rich_help_panel="Look")
 app.add_typer(keys.app, name="keys", rich_help_panel="Many machines")
 app.command(name="cache", rich_help_panel="Look")(cache.cache)
+app.command(name="board", rich_help_panel="Look")(board.board)
 
 FEDERATION = ("data", "data_dir", "partition", "alpha", "clients", "regions")
 LEARNING = ("participation", "rounds", "epochs", "batch_size", "lr", "model", "seed")

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _KEPT = 2
 _LOCK = f"{files.CHECKPOINTS}/lock"
+_ATTEMPTS = 3  # to take it
 _STANDS_ON = "stands on"  # in a checkpoint: the digests of what else is needed to go on from it
 _SEAL = "# sha256 of the lines above: "  # the last line of config.toml
 _UNCHECKED = "unchecked"
@@ -389,13 +391,18 @@ class RunDirectory:
         """Hold the directory until this process ends, however it ends."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(lock)
-            raise FedstillError(f"{self.path} is in use by another process") from error
-        except OSError as error:  # some network file systems have no locks
-            log.warning("%s is not protected against a second process: %s", self.path, error)
+        for attempt in range(_ATTEMPTS):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if attempt < _ATTEMPTS - 1:
+                    time.sleep(0.05)  # somebody may only be looking: `is_running`
+                    continue
+                os.close(lock)
+                raise FedstillError(f"{self.path} is in use by another process") from error
+            except OSError as error:  # some network file systems have no locks
+                log.warning("%s is not protected against a second process: %s", self.path, error)
+            break
         self._lock = lock
 
     def _clear(self) -> None:
@@ -444,6 +451,23 @@ def _lines(data: bytes) -> list[tuple[bytes, RoundRecord]]:
             break
         found.append((line, cast(RoundRecord, record)))
     return found
+
+
+def is_running(path: Path) -> bool:
+    """Whether a process holds the run directory. Changes nothing."""
+    try:
+        lock = os.open(path / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no locks on this file system
+        return False
+    finally:
+        os.close(lock)
+    return False
 
 
 def check_result(path: Path, name: str) -> None:

@@ -14,14 +14,14 @@ pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 from starlette.testclient import TestClient
 
+from fedstill.analysis.runs import read_run
 from fedstill.board import runs as board_runs
 from fedstill.board.app import STATIC, make_app
 from fedstill.core.errors import FedstillError
+from fedstill.report.runs import RunData
 from fedstill.running.directory import RunDirectory
 from support.commandline import fedstill
 from support.written import round_line, write_run
-
-HOSTILE = '<img src=x onerror="alert(1)">'
 
 
 def client(root: Path) -> TestClient:
@@ -182,8 +182,12 @@ def test_runs_are_read_again_only_when_they_changed(tmp_path: Path, monkeypatch:
     for i in range(20):
         write_run(tmp_path / f"r{i}", [0.5], seed=i)
     read: list[Path] = []
-    original = board_runs.read_run
-    monkeypatch.setattr(board_runs, "read_run", lambda path: (read.append(path), original(path))[1])
+
+    def noted(path: Path) -> RunData:
+        read.append(path)
+        return read_run(path)
+
+    monkeypatch.setattr(board_runs, "read_run", noted)
     found = board_runs.Runs(tmp_path)
     assert len(found.entries()) == len(read) == 20
     found.entries()

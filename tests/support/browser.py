@@ -41,14 +41,14 @@ return worst;
 
 
 @contextmanager
-def chromium() -> Iterator[WebDriver]:
-    """A browser; the tests are skipped where there is none."""
+def chromium(*words: str) -> Iterator[WebDriver]:
+    """A browser, with further words of its command line; the tests are skipped where there is none."""
     program, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not program or not driver:
         pytest.skip("there is no chromium and chromedriver: apt-get install chromium chromium-driver")
     options = webdriver.ChromeOptions()
     options.binary_location = program
-    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", *words):
         options.add_argument(word)
     browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
     try:
@@ -67,13 +67,13 @@ def look(browser: WebDriver, width: int, *, dark: bool = False) -> None:
 
 def overflow(browser: WebDriver) -> int:
     """By how many pixels the page is wider than the screen."""
-    found: int = browser.execute_script("return document.documentElement.scrollWidth - innerWidth")  # type: ignore[no-untyped-call]
+    found: int = browser.execute_script("return document.documentElement.scrollWidth - innerWidth")
     return max(0, found)
 
 
 def lowest_contrast(browser: WebDriver) -> tuple[float, str]:
     """The lowest contrast of a text to what is behind it, and which text that is."""
-    ratio, where = browser.execute_script(_CONTRAST)  # type: ignore[no-untyped-call]
+    ratio, where = browser.execute_script(_CONTRAST)
     return ratio, where
 
 

@@ -26,6 +26,8 @@ def serve(root: Path, host: str, port: int, ready: Callable[[str], None]) -> Non
         shown = f"[{host}]" if ":" in host else host
         ready(f"http://{shown}:{listening.getsockname()[1]}/")
         app = make_app(root, [host, socket.gethostname(), socket.getfqdn()])
-        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="off")
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, server_header=False, lifespan="off", ws="none"
+        )
         with suppress(KeyboardInterrupt):  # the usual end
             uvicorn.Server(config).run(sockets=[listening])

@@ -19,6 +19,10 @@ async function get(path, names = []) {
   return answer.json();
 }
 
+function complain(error) {
+  find("counts").textContent = `no answer from the board: ${error.message}`;
+}
+
 // --- the list ---
 
 function visible(run) {
@@ -62,7 +66,7 @@ function choose(name, on) {
   if (on) chosen.add(name); else chosen.delete(name);
   history.replaceState(null, "", `#${new URLSearchParams([...chosen].map((each) => ["run", each]))}`);
   list();
-  compare();
+  compare().catch(complain);
 }
 
 // --- what is chosen ---
@@ -97,11 +101,10 @@ async function compare() {
     find("tables").dataset.shown = text;
     find("tables").replaceChildren(...found.tables.flatMap((grid) => [html("h2", {}, grid.title), table(grid)]));
   }
-  for (const box of [...find("details").children]) if (!names.includes(box.dataset.run)) box.remove();
-  for (const name of names) {
-    const box = [...find("details").children].find((each) => each.dataset.run === name);
-    if (!box) find("details").append(details(name)); else if (box.open) refresh(box);
-  }
+  const before = [...find("details").children];
+  const boxes = names.map((name) => before.find((box) => box.dataset.run === name) || details(name));
+  if (boxes.length !== before.length || boxes.some((box, i) => box !== before[i])) find("details").replaceChildren(...boxes);
+  for (const box of boxes) if (box.open) refresh(box).catch(complain);
 }
 
 // --- one run ---
@@ -121,7 +124,7 @@ function details(name) {
   });
   box.append(html("p", { class: "cost" }), html("div", { class: "clients" }), button, partition, html("h3", {}, "Log"), log,
     html("details", {}, html("summary", {}, "Settings"), html("pre", { class: "config" })));
-  box.addEventListener("toggle", () => box.open && refresh(box));
+  box.addEventListener("toggle", () => box.open && refresh(box).catch(complain));
   return box;
 }
 
@@ -162,7 +165,7 @@ async function poll() {
     list();
     await compare();
   } catch (error) {
-    find("counts").textContent = `no answer from the board: ${error.message}`;
+    complain(error);
   }
 }
 
@@ -172,7 +175,7 @@ find("none").addEventListener("click", () => {
   chosen.clear();
   history.replaceState(null, "", "#");
   list();
-  compare();
+  compare().catch(complain);
 });
 async function forever() {
   if (!document.hidden) await poll();

@@ -169,7 +169,9 @@ def draw_clients(groups: Sequence[Group], out: style.Target, title: str = "") ->
     for run in (run for group in finished(groups) for run in group.runs):
         if not run.clients:
             raise SettingError(f"{run.path}: no client has an accuracy of its own (clients.csv)")
-    clients(client_accuracies(groups), out, title=title or in_common(groups))
+    runs = [run for group in groups for run in group.runs]
+    names = runs[0].client_names if len(runs) == 1 else ()
+    clients(client_accuracies(groups), out, title=title or in_common(groups), names=names)
 
 
 def data_partition(path: Path) -> Federation:

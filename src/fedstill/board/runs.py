@@ -7,6 +7,7 @@ import stat
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,17 @@ class Entry:
         return "finished" if self.run.summary else "interrupted"
 
     def row(self) -> dict[str, Any]:
-        """The run in a line: how far it is, its last evaluation, and what it has cost so far."""
-        line: dict[str, Any] = {"name": self.name, "state": self.state, "problem": self.problem}
+        """The run in a line."""
+        return {"name": self.name, "state": self.state, "problem": self.problem, **self._numbers}
+
+    @cached_property
+    def _numbers(self) -> dict[str, Any]:
+        """How far it is, its last evaluation, and what it has cost so far."""
         if self.run is None:
-            return line
+            return {}
         records, settings = self.run.records, self.run.settings
         scored = next((r for r in reversed(records) if value_of(r, "accuracy") is not None), None)
-        return line | {
+        return {
             "method": self.run.method,
             "data": Path(str(settings["data"])).name,
             "seed": self.run.seed,

@@ -124,14 +124,17 @@ def episodes(directory: Path, *, classes: bool, out: Path | None) -> None:
         raise SettingError(f"{directory} has no finished episode; runs with --regions have some")
     print_table(episodes_table(records), first="right", fold=False)
     last = next((episode for episode in reversed(ends) if "student" in episode), None)
-    if classes:
+    names: tuple[str, ...] = ()
+    if classes or out:
         names = prepare_again(run_directory, run_directory.config()).federation.dataset.classes
+    if classes:
         print_table(reliability_table(ends[-1], names), fold=False)
     if out and last:
         matrices = {name: teacher["confusion"] for name, teacher in last["teachers"].items()}
         from fedstill.report.confusion import confusion
 
-        confusion(matrices | {"global model": last["student"]["confusion"]}, out, title=f"episode {last['number']}")
+        matrices["global model"] = last["student"]["confusion"]
+        confusion(matrices, out, title=f"episode {last['number']}", classes=names)
         say(f"picture: {out}")
 
 

@@ -12,14 +12,18 @@ from numpy.typing import NDArray
 from fedstill.report import style
 
 WIDTH = 6.8  # inches
+NAMED = 40  # clients up to which each is named
 Accuracies = Sequence[tuple[int, float]]  # test samples and accuracy of each client
 
 
-def clients(groups: Mapping[str, Sequence[Accuracies]], path: style.Target, *, title: str = "") -> Figure:
+def clients(
+    groups: Mapping[str, Sequence[Accuracies]], path: style.Target, *, title: str = "", names: Sequence[str] = ()
+) -> Figure:
     """Draw the clients' accuracies of each group of runs, sorted in each run: their mean over seeds, and their range.
 
-    AMP is a dotted level, WLP the marked first point.
+    AMP is a dotted level, WLP the marked first point. `names` are those of the clients, of a single run.
     """
+    groups = style.arranged(groups)
     figure = style.begin(WIDTH, 4.0 + 0.22 * sum(1 + len(name) // 60 for name in groups), title)
     panel = figure.subplots()
     for i, (name, runs) in enumerate(groups.items()):
@@ -36,6 +40,10 @@ def clients(groups: Mapping[str, Sequence[Accuracies]], path: style.Target, *, t
     panel.set_xlabel("clients, from the worst served to the best")
     panel.set_ylabel("accuracy on the client's own test")
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if len(names) <= NAMED and not all(name.isdecimal() for name in names):
+        (run,) = next(iter(groups.values()))
+        order = np.argsort([accuracy for _, accuracy in run], kind="stable")
+        panel.set_xticks(range(1, len(names) + 1), [names[i] for i in order], rotation=90, fontsize=8)
     panel.set_ylim(0, 1.02)
     style.in_per_cent(panel.yaxis)
     style.plain(panel)

@@ -51,7 +51,8 @@ def swept_curves(
     title: str = "",
 ) -> Figure:
     """Draw such groups at each of several named places: a panel for each, or a row of panels, one a metric."""
-    names = list(dict.fromkeys(name for groups in places.values() for name in groups))
+    shown = style.arranged({name: name for groups in places.values() for name in groups})  # by label
+    names = list(shown)
     # Too much to cover curves with.
     legend = len(places) > 1 or len(names) > 4 or max(map(len, names), default=0) > 25
     columns = len(metrics) if len(metrics) > 1 else min(COLUMNS, len(places))
@@ -62,8 +63,9 @@ def swept_curves(
     figure = style.begin(width * columns, height * lines + below, title)
     panels = style.grid(figure, len(places) * len(metrics), columns)
     for panel, ((place, groups), metric) in zip(panels, product(places.items(), metrics), strict=True):
-        for name, records in groups.items():
-            _line(panel, name, records, metric, band, names.index(name))
+        for i, (label, name) in enumerate(shown.items()):
+            if name in groups:
+                _line(panel, label, groups[name], metric, band, i)
         panel.set_title(place, fontsize=10)
         panel.set_xlabel("round")
         panel.set_ylabel(style.label(metric))

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 
 from fedstill.metrics.records import value_of
-from fedstill.metrics.statistics import spread
 from fedstill.report import style
 
 Records = Sequence[Mapping[str, Any]]
@@ -40,13 +39,17 @@ def line_of(runs: Sequence[Records], metric: str, band: Band = "std") -> Line:
         if (number := value_of(record, metric)) is not None:
             by_round.setdefault(record["round"], []).append(number)
     rounds = sorted(by_round)
-    spreads = [spread(by_round[r]) for r in rounds]
-    mean = np.array([s.mean for s in spreads])
+    counts = np.array([len(by_round[r]) for r in rounds])
+    numbers = np.full((len(rounds), max(counts, default=1)), np.nan)  # (rounds, seeds), NaN where a seed has none
+    for row, r in enumerate(rounds):
+        numbers[row, : counts[row]] = by_round[r]
+    mean = np.nansum(numbers, axis=1) / counts
     if band == "std":
-        deviation = np.nan_to_num([s.std for s in spreads])
-        floor = 0.0 if all(min(values) >= 0 for values in by_round.values()) else -np.inf
+        squares = np.nansum((numbers - mean[:, None]) ** 2, axis=1)
+        deviation = np.sqrt(squares / np.maximum(counts - 1, 1))  # of a single number: none
+        floor = 0.0 if (numbers[np.isfinite(numbers)] >= 0).all() else -np.inf
         ceiling = 1.0 if style.is_share(metric) else np.inf
         low, high = np.maximum(mean - deviation, floor), np.minimum(mean + deviation, ceiling)
     else:
-        low, high = (np.array([pick(by_round[r]) for r in rounds]) for pick in (min, max))
+        low, high = np.nanmin(numbers, axis=1), np.nanmax(numbers, axis=1)
     return Line(rounds, mean.tolist(), low.tolist(), high.tolist())

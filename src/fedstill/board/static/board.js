@@ -84,13 +84,16 @@ function table(grid) {
 }
 
 let newest = 0; // an answer that comes after that to a later question is old
+let shown = ""; // the lines of the runs that are shown: if they are the same, so is all the rest
 async function compare() {
-  const names = [...chosen].filter((name) => runs.some((run) => run.name === name));
+  const rows = [...chosen].flatMap((name) => runs.find((run) => run.name === name) || []);
+  const names = rows.map((run) => run.name), now = JSON.stringify(rows);
   find("chosen").hidden = !names.length;
-  if (!names.length) return;
+  if (!names.length || now === shown) return;
   const question = ++newest;
   const found = await get("compare", names);
   if (question !== newest) return;
+  shown = now;
   if (curves) curves.update(found.curves); else curves = new Curves(find("curves"), found.curves);
   find("served").hidden = !found.clients;
   if (found.clients) {
@@ -104,7 +107,7 @@ async function compare() {
   const before = [...find("details").children];
   const boxes = names.map((name) => before.find((box) => box.dataset.run === name) || details(name));
   if (boxes.length !== before.length || boxes.some((box, i) => box !== before[i])) find("details").replaceChildren(...boxes);
-  for (const box of boxes) if (box.open) refresh(box).catch(complain);
+  for (const box of boxes) if (box.open) await refresh(box);
 }
 
 // --- one run ---
@@ -164,6 +167,9 @@ async function poll() {
     }
     list();
     await compare();
+    for (const box of find("details").children) {
+      if (box.open && runs.some((run) => run.name === box.dataset.run && run.state === "running")) await refresh(box);
+    }
   } catch (error) {
     complain(error);
   }

@@ -57,6 +57,18 @@ def test_the_page_fits_the_screen_and_can_be_read(browser: WebDriver, width: int
     assert ratio >= 4.5, where
 
 
+def test_a_printed_page_is_light_and_as_wide_as_the_paper(browser: WebDriver) -> None:
+    look(browser, 700, dark=True)
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": dark})
+    try:
+        assert overflow(browser) == 0
+        assert script(browser, "return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert script(browser, "return getComputedStyle(document.querySelector('.controls')).display") == "none"
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
 def test_charts_have_the_colours_of_the_page_in_the_dark(browser: WebDriver) -> None:
     colours = []
     for dark in (False, True):

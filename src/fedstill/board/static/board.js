@@ -36,7 +36,7 @@ function line(run) {
   box.checked = chosen.has(run.name);
   box.addEventListener("change", () => choose(run.name, box.checked));
   const cell = (text, attributes = {}) => html("td", { role: "cell", ...attributes }, text);
-  const row = html("tr", { role: "row", "aria-selected": String(box.checked) },
+  const row = html("tr", { role: "row", class: box.checked ? "chosen" : "" },
     html("th", { scope: "row", role: "rowheader" }, html("label", {}, box, run.name)),
     cell(run.state, { class: run.state, title: run.problem }));
   if (run.state === "unreadable") {

@@ -71,7 +71,7 @@ class Page(HTMLParser):
             (self.scripts if inside == "script" else self.styles)[-1] += data
             return
         self.words += data
-        if inside == "strong":
+        if "strong" in self.open:
             self.bold.append(data)
         if "td" in self.open or "th" in self.open:
             self.tables[-1][-1][-1] += data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from selenium.webdriver.common.by import By
 import fedstill as library
 from support.browser import chromium, complaints, look, lowest_contrast, overflow
 from support.commandline import SHORT, fedstill
+from support.written import write_run
 
 pytestmark = pytest.mark.slow
 
+METRICS = ("accuracy", "amp", "fm", "wlp")
 HOSTILE = '"><img src=x onerror=window.broken=1><script>window.broken=1<'  # without a slash: it is a folder's name
 
 
@@ -43,18 +46,45 @@ def script(browser: WebDriver, code: str) -> Any:
     return browser.execute_script(code)
 
 
+def hidden_tables(browser: WebDriver) -> list[str]:
+    """The tables that have columns out of sight."""
+    code = "return [...document.querySelectorAll('.wide:has(table)')].filter((w) => w.scrollWidth > w.clientWidth + 1)"
+    found: list[str] = script(browser, f"{code}.map((w) => w.ariaLabel)")
+    return found
+
+
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [390, 768, 1024, 1280])
 def test_the_page_fits_the_screen_and_can_be_read(browser: WebDriver, width: int, dark: bool) -> None:
     look(browser, width, dark=dark)
     script(browser, "for (const each of document.querySelectorAll('details')) each.open = true")
     assert overflow(browser) == 0
-    hidden = (
-        "return [...document.querySelectorAll('#results')].some((t) => t.scrollWidth > t.parentElement.clientWidth)"
-    )
-    assert not script(browser, hidden), "no column of the results is out of sight"
+    assert hidden_tables(browser) == []
     ratio, where = lowest_contrast(browser)
     assert ratio >= 4.5, where
+
+
+@pytest.mark.parametrize("width", [390, 1024, 1280])
+def test_no_column_is_out_of_sight_with_five_seeds_and_long_numbers(
+    browser: WebDriver, tmp_path: Path, width: int
+) -> None:
+    for method in ("fedavg", "fedprox", "fedgkd-plus", "feddistill-plus"):
+        for seed in range(5):
+            numbers = {f"{which}_{name}": 0.12345 * seed for which in ("best", "final") for name in METRICS}
+            cost = {"bytes_down": 1e10, "bytes_up": 1e10 * seed, "seconds": 12345.6 * seed, "eval_seconds": 0.0}
+            classes = {"final_per_class": [0.1 * seed] * 10}
+            write_run(
+                tmp_path / f"{method}-{seed}", [0.5], method=method, seed=seed, summary={**numbers, **cost, **classes}
+            )
+    before = browser.current_url
+    assert fedstill("report", tmp_path, "--out", tmp_path / "r.html").code == 0
+    look(browser, width)
+    browser.get((tmp_path / "r.html").as_uri())
+    try:
+        assert overflow(browser) == 0
+        assert hidden_tables(browser) == []
+    finally:
+        browser.get(before)
 
 
 def test_a_printed_page_is_light_and_as_wide_as_the_paper(browser: WebDriver) -> None:

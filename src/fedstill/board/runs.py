@@ -16,7 +16,7 @@ from fedstill.core.errors import FedstillError, SettingError
 from fedstill.metrics.records import value_of
 from fedstill.report.runs import RunData
 from fedstill.running import files
-from fedstill.running.directory import is_running
+from fedstill.running.lock import is_held
 
 READ = (files.CONFIG, files.METRICS, files.SUMMARY, files.CLIENTS)  # what a run is read from
 LOG_BYTES = 64_000  # from the end of a log
@@ -37,7 +37,7 @@ class Entry:
     def state(self) -> str:
         if self.run is None:
             return "unreadable"
-        if is_running(self.path):
+        if is_held(self.path):
             return "running"
         return "finished" if self.run.summary else "interrupted"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,6 +14,8 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
+_NUMBER = re.compile(r"[+-]?\d")
+_BREAKS = re.compile(r" (?=[±\[(])")  # where a number may be broken into lines: before its deviation, interval or count
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -101,8 +104,11 @@ def _row(row: Sequence[Cell], columns: Sequence[str]) -> str:
     cells = [f'<th scope="row" role="rowheader">{escape(first.text)}</th>']
     for i, cell in enumerate(others, 1):
         label = f' data-label="{escape(columns[i])}"' if columns else ""
-        text = f"<strong>{escape(cell.text)}</strong>" if cell.best else escape(cell.text)
-        cells.append(f'<td role="cell"{label}>{text}</td>')
+        shown = escape(cell.text)
+        if _NUMBER.match(cell.text):
+            shown = " ".join(f"<span>{escape(piece)}</span>" for piece in _BREAKS.split(cell.text))
+        shown = f"<strong>{shown}</strong>" if cell.best else shown
+        cells.append(f'<td role="cell"{label}>{shown}</td>')
     return f'<tr role="row">{"".join(cells)}</tr>'
 
 

@@ -72,8 +72,11 @@ function choose(name, on) {
 // --- what is chosen ---
 
 function table(grid) {
+  // A number may be broken into lines before its deviation, interval or count.
+  const pieces = (text) => (/^[+-]?\d/.test(text)
+    ? text.split(/ (?=[±[(])/).flatMap((piece) => [html("span", {}, piece), " "]) : [text]);
   const cell = (each, i) => html("td", { role: "cell", "data-label": grid.columns[i + 1] || "" },
-    each.best ? html("strong", {}, each.text) : each.text);
+    ...(each.best ? [html("strong", {}, ...pieces(each.text))] : pieces(each.text)));
   return html("div", { class: "wide", tabindex: "0", role: "region", "aria-label": grid.title },
     html("table", { class: "numbers cards", role: "table" },
       html("caption", {}, grid.caption),

@@ -13,6 +13,7 @@ import fedstill
 
 LAYERS = (  # from top to bottom; packages of one layer do not import each other
     {"cli"},
+    {"board"},
     {"analysis", "deployment"},
     {"studies"},
     {"running"},

@@ -182,6 +182,8 @@ def test_compare_over_seeds_and_a_sweep(tmp_path: Path) -> None:
     assert answer.code == 0, answer.err
     assert "alpha = 10" in answer.out
     assert "mean ± standard deviation of 2 seeds" in answer.out
+    assert answer.out.count("┏") == 1, "one table, however many combinations"
+    assert answer.out.count("fedprox ") == 2
     rows = json.loads((tmp_path / "all" / "comparison.json").read_text())
     assert [(r["method"], r["settings"]) for r in rows] == [
         (m, {"alpha": a}) for a in (0.1, 10) for m in ("fedavg", "fedprox")

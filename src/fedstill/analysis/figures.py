@@ -25,9 +25,10 @@ from fedstill.report.bars import bars
 from fedstill.report.bubbles import bubbles
 from fedstill.report.clients import clients
 from fedstill.report.confusion import confusion
-from fedstill.report.curves import Band, seed_curves, swept_curves
+from fedstill.report.curves import seed_curves, swept_curves
 from fedstill.report.landscape import line, plane
 from fedstill.report.runs import HYPER, Group, RunData, short, value
+from fedstill.report.series import Band
 from fedstill.report.toy import Regions, toy
 from fedstill.report.tsne import tsne
 from fedstill.running.directory import RunDirectory
@@ -173,7 +174,9 @@ def draw_clients(groups: Sequence[Group], out: style.Target, title: str = "") ->
     for run in (run for group in finished(groups) for run in group.runs):
         if not run.clients:
             raise SettingError(f"{run.path}: no client has an accuracy of its own (clients.csv)")
-    clients(client_accuracies(groups), out, title=title or in_common(groups))
+    runs = [run for group in groups for run in group.runs]
+    names = runs[0].client_names if len(runs) == 1 else ()
+    clients(client_accuracies(groups), out, title=title or in_common(groups), names=names)
 
 
 def data_partition(path: Path) -> Federation:

@@ -12,6 +12,7 @@ from fedstill.metrics.shown import PLACES, balanced_column, named_metrics, remar
 from fedstill.metrics.statistics import ENOUGH, Spread
 from fedstill.studies.comparison import TO_TARGET, Row
 
+_OWN_MODELS = " · *: of the clients' own models, for there is no global one"
 _INTERVAL = " · interval: 95 % bootstrap of the paired differences, too narrow for few seeds"
 
 
@@ -119,21 +120,64 @@ def cost_table(rows: Sequence[Row], *, seeds: int) -> TextTable:
         "means over seeds · seconds: beside other runs" + (_INTERVAL if seeds >= ENOUGH else ""),
     )
     for row in rows:
-        summaries = [cell.summary() for cell in row.cells]
-        moved = sum(s["bytes_down"] + s["bytes_up"] for s in summaries)
-        cost = [f"{moved / seeds / 1e6:.1f}", f"{sum(s['seconds'] for s in summaries) / seeds:.1f}"]
-        numbers = [_name(row), *(cost if not row.variant else ["", ""])]
+        numbers = [_name(row), *_cost(row)]
         if target:
             took = [row.spread(metric) for metric in TO_TARGET]
             numbers += [
                 "not in all" if t is None else f"{t.mean / unit:.1f}" for t, unit in zip(took, (1, 1e6, 1), strict=True)
             ]
-        gap = row.against(rows[0], "final_accuracy") if seeds > 1 and row is not rows[0] else None
-        if gap:
-            interval = f" [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]" if gap.n >= ENOUGH else ""
-            numbers += [f"{100 * gap.mean:+.2f}{interval}", f"{gap.wins}/{gap.n}"]
-        shown.add(*numbers)
+        shown.add(*numbers, *(_gap(row, rows[0]) if seeds > 1 else []))
     return shown
+
+
+def sweep_table(tables: Sequence[Sequence[Row]], *, seeds: int) -> TextTable:
+    """All combinations of the swept settings in one table: what counts of results, differences and cost."""
+    baseline, target = tables[0][0].name, tables[0][0].cells[0].config.target_accuracy
+    over = f"mean ± standard deviation of {seeds} seeds · " if seeds > 1 else ""
+    shown = TextTable(
+        "Results of the sweep",
+        (
+            *("", "", "final %", "FM", "WLP %"),
+            *([f"over {baseline}", "wins"] if seeds > 1 else []),
+            *([f"to {100 * target:g} %"] if target else []),
+            *("MB", "s"),
+        ),
+        f"{over}final: mean of the last five evaluations · FM: smaller is fairer · WLP: the worst client"
+        " · MB moved, seconds: means over seeds · comparison.json has every number"
+        + (f" · to {100 * target:g} %: in how many rounds" if target else "")
+        + (_OWN_MODELS if any(_own_models(row) for rows in tables for row in rows) else "")
+        + (_INTERVAL if seeds >= ENOUGH else ""),
+    )
+    for rows in tables:
+        for row in rows:
+            numbers = [_spread(row.spread("final_accuracy"), 100, 2), _spread(row.spread("final_fm"), 1, 4)]
+            numbers.append(_spread(row.spread("final_wlp"), 100, 2))
+            if seeds > 1:
+                numbers += _gap(row, rows[0])
+            if target:
+                took = row.spread("rounds_to_target")
+                numbers.append("not in all" if took is None else f"{took.mean:.1f}")
+            name = _name(row) + "*" * _own_models(row)
+            shown.add(row.place if row is rows[0] else "", name, *numbers, *_cost(row))
+    return shown
+
+
+def _gap(row: Row, baseline: Row) -> list[str]:
+    """The paired difference in final accuracy, in percentage points, and on how many seeds it is positive."""
+    gap = row.against(baseline, "final_accuracy") if row is not baseline else None
+    if gap is None:
+        return ["", ""]
+    interval = f" [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]" if gap.n >= ENOUGH else ""
+    return [f"{100 * gap.mean:+.2f}{interval}", f"{gap.wins}/{gap.n}"]
+
+
+def _cost(row: Row) -> list[str]:
+    """Megabytes moved and seconds, means over seeds; of a further model of a run, nothing of its own."""
+    if row.variant:
+        return ["", ""]
+    summaries = [cell.summary() for cell in row.cells]
+    moved = sum(s["bytes_down"] + s["bytes_up"] for s in summaries)
+    return [f"{moved / len(summaries) / 1e6:.1f}", f"{sum(s['seconds'] for s in summaries) / len(summaries):.1f}"]
 
 
 def episodes_table(records: Sequence[RoundRecord]) -> TextTable:

@@ -132,7 +132,7 @@ def episodes(directory: Path, *, classes: bool, out: Path | None) -> None:
     print_table(episodes_table(records), first="right", fold=False)
     last = next((episode for episode in reversed(ends) if "student" in episode), None)
     names: Sequence[str] = ()
-    if classes or (out and last):
+    if classes or out:
         names = prepare_again(run_directory, run_directory.config()).federation.dataset.classes
     if classes:
         print_table(reliability_table(ends[-1], names), fold=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedstill.analysis.figures import draw_comparison
-from fedstill.analysis.tables import compared_metrics_table, comparison_table, cost_table
+from fedstill.analysis.tables import compared_metrics_table, comparison_table, cost_table, sweep_table
 from fedstill.building.config import Config, anchored, parse_sweeps
 from fedstill.cli.commands import Flags, config_of, console, known_to, print_table, run_name, say, slug, title_of
 from fedstill.cli.progress import AllRuns
@@ -56,12 +56,14 @@ def compare(
     with AllRuns(console, list(cells.values())) as display:
         run_cells(list(cells.values()), jobs=jobs, watcher=display)
     tables = grid(cells, methods, sweep, seeds)
-    for rows in tables:
-        print_table(comparison_table(rows, seeds=seeds))
-        if (metrics := compared_metrics_table(rows, seeds=seeds)) is not None:
+    if len(tables) > 1:
+        print_table(sweep_table(tables, seeds=seeds))
+    else:
+        print_table(comparison_table(tables[0], seeds=seeds))
+        if (metrics := compared_metrics_table(tables[0], seeds=seeds)) is not None:
             print_table(metrics)
-        print_table(cost_table(rows, seeds=seeds))
-    write_json(folder / "comparison.json", [without_nan(row.record(rows[0])) for rows in tables for row in rows])
+        print_table(cost_table(tables[0], seeds=seeds))
+    write_json(folder / files.COMPARISON, [without_nan(row.record(rows[0])) for rows in tables for row in rows])
     picture = folder / files.CURVES
     title = "" if sweep[0] else title_of(first).removesuffix(f", seed {first.seed}") + f", {seeds} seeds"
     draw_comparison(tables, picture, title)

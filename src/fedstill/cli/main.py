@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedstill.cli import cache, columns, figures, inference, keys
+from fedstill.cli import board, cache, columns, figures, inference, keys
 from fedstill.cli.consent import (
     Allow,
     Deny,
@@ -46,6 +46,7 @@ app.command(name="cache", rich_help_panel="Look")(cache.cache)
 app.command(name="columns", rich_help_panel="Look")(columns.columns)
 for command in (inference.predict, inference.evaluate, inference.export):
     app.command(rich_help_panel="Use a trained model")(command)
+app.command(name="board", rich_help_panel="Look")(board.board)
 
 COLUMNS = ("target", "text_column", "label_column", "client_column")
 FEDERATION = ("data", "data_dir", *COLUMNS, "partition", "alpha", "clients", "regions")
@@ -384,10 +385,18 @@ def report(
     directories: Annotated[list[Path], typer.Argument(help="Run directories, or folders that hold some.")],
     out: Annotated[Path, typer.Option(help="The page, one file.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="What to write above it.", show_default=False)] = "",
+    baseline: Annotated[str, typer.Option(help=r"The method that others are compared with. \[the first]")] = "",
     trust_code: TrustCode = False,
 ) -> None:
-    """Write a page about runs: results, figures, settings."""
-    importlib.import_module("fedstill.cli.pictures").report(directories, out, title)
+    """Write a page about runs: results, charts, settings. One file, which a browser opens without a network.
+
+    \b
+    fedstill report runs/compare-… --out report.html
+    fedstill report runs --baseline fedavg
+
+    Runs are in the order given, those of a comparison in its order. 'fedstill board' shows runs under way.
+    """
+    importlib.import_module("fedstill.cli.pictures").report(directories, out, title, baseline)
 
 
 @app.command(rich_help_panel="Look")

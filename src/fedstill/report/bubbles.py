@@ -15,9 +15,9 @@ from fedstill.data.federation import Federation
 from fedstill.report import style
 
 MOST_CLIENTS = 100
-NAMED = 30  # clients up to which each has its name below it, if it has one
 POINTS_PER_INCH = 72
 FONT = 9  # points, in the legend
+LONGEST = 24  # characters of a client's name
 
 
 class Row(TypedDict):
@@ -65,10 +65,19 @@ def swept_bubbles(federations: Mapping[str, Federation], path: str | style.Targe
     cell = float(np.clip((8 if len(tables) == 1 else 6) / max(clients, classes), 0.17, 0.45))  # inches
     names = federation.dataset.classes
     left = 0.75 + 0.085 * max(map(len, names), default=1)
-    longest = max(map(len, federation.names), default=0) if clients <= NAMED else 0
-    right, below, above = 1.6, 0.65 + 0.075 * longest, 0.55 + 0.2 * text.count("\n") + (0.25 if any(federations) else 0)
-    between = 0.6 + 0.075 * longest
-    inner_width, inner_height = max(cell * clients, 3.0), max(cell * classes, 2.0)
+    who = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in federation.client_names[:clients]]
+    named = not all(name.isdecimal() for name in who)
+    right, below, above = (
+        1.6,
+        0.65 + (0.07 * max(map(len, who)) if named else 0),
+        0.55 + 0.2 * text.count("\n") + (0.25 if any(federations) else 0),
+    )
+    between = 0.6
+    narrowest, lowest = 3.0, 2.0
+    if wanted := style.wanted_width():
+        narrowest = lowest = 0.5
+        cell = min(0.45, max(wanted - left - right, narrowest) / clients)
+    inner_width, inner_height = max(cell * clients, narrowest), max(cell * classes, lowest)
     step = inner_height + between
     width, height = left + inner_width + right, below + step * len(tables) - between + above
     figure = Figure(figsize=(width, height))
@@ -88,10 +97,8 @@ def swept_bubbles(federations: Mapping[str, Federation], path: str | style.Targe
 
         axes.set_xlim(-0.6, clients - 0.4)
         axes.set_ylim(classes - 0.4, -0.6)
-        if federation.names and clients <= NAMED:
-            axes.set_xticks(np.arange(clients), federation.names[:clients], rotation=90)
-        else:
-            axes.set_xticks(np.arange(0, clients, max(1, round(0.3 * clients / inner_width))))
+        every = np.arange(0, clients, max(1, round((0.16 if named else 0.3) * clients / inner_width)))
+        axes.set_xticks(every, [who[k] for k in every], rotation=90 if named else 0)
         axes.set_yticks(np.arange(classes), names, fontsize=8 if cell > 0.2 else 7)
         axes.tick_params(axis="x", labelsize=8)
         axes.grid(color="0.9", linewidth=0.5, zorder=0)

@@ -35,6 +35,7 @@ def tsne(
     title: str = "",
 ) -> Figure:
     """Draw the features of each run, given by name as (features, labels), coloured and marked by class."""
+    runs = style.arranged(runs)
     columns = min(COLUMNS, len(runs))
     lines = -(-len(runs) // columns)
     figure = style.begin(3.7 * columns + 1.5, 3.8 * lines + 0.3, title)

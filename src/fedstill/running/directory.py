@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
@@ -21,12 +20,11 @@ from fedstill.core.index import Entries, Entry, Index, newest
 from fedstill.core.store import Store
 from fedstill.core.tree import Tree
 from fedstill.metrics.records import RoundRecord
-from fedstill.running import files
+from fedstill.running import files, lock
 
 log = logging.getLogger(__name__)
 
 _KEEP_CHECKPOINTS = 2
-_LOCK = f"{files.CHECKPOINTS}/lock"
 _STANDS_ON = "stands on"  # in a checkpoint: the digests of what else is needed to go on from it
 _SEAL = "# sha256 of the lines above: "  # the last line of config.toml
 _UNCHECKED = "unchecked"
@@ -395,15 +393,7 @@ class RunDirectory:
     def _take_lock(self) -> None:
         """Hold the directory until this process ends, however it ends."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(lock)
-            raise FedstillError(f"{self.path} is in use by another process") from error
-        except OSError as error:  # some network file systems have no locks
-            log.warning("%s is not protected against a second process: %s", self.path, error)
-        self._lock = lock
+        self._lock = lock.take(self.path)
 
     def _clear(self) -> None:
         """Delete what an earlier run wrote, and nothing else."""
@@ -478,12 +468,12 @@ def _is_free(path: Path) -> bool:
     """Whether a run may begin here: there is no file yet, but perhaps the lock of one that could not."""
     if not path.is_dir():
         return not path.exists()
-    return not any(p.is_file() and p != path / _LOCK for p in path.rglob("*"))
+    return not any(p.is_file() and p != path / lock.LOCK for p in path.rglob("*"))
 
 
 def _was_run(path: Path) -> bool:
     """Whether a run wrote to this folder; a config.toml alone may be the user's own."""
-    return any((path / name).is_file() for name in (files.METRICS, _LOCK))
+    return any((path / name).is_file() for name in (files.METRICS, lock.LOCK))
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

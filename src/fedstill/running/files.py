@@ -21,6 +21,10 @@ run.json            the run's number and its sites, if its clients are elsewhere
 counts.json         the numbers of samples that each of them reported when it joined
 received.jsonl      what each of them sent, and its digest
 log.txt             what happened when
+
+A folder of several runs, as `fedstill compare` makes, also has:
+
+comparison.json     every number of the comparison, its runs in the order of its tables
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ SERVED = "run.json"
 COUNTS = "counts.json"
 RECEIVED = "received.jsonl"
 LOG = "log.txt"
+COMPARISON = "comparison.json"  # beside run directories
 
 INPUTS = (TOKENIZER, PREPROCESSING, FROZEN)  # written before the first round
 RESULTS = (SUMMARY, CLIENTS, MODEL, DESCRIPTION, CURVES)  # written at the end

@@ -32,6 +32,7 @@ from fedstill.flower.records import from_records, to_records
 _log = logging.getLogger(__name__)
 _ANSWER = "answer"  # what the file of the last answer is sealed as
 _SESSION_SECONDS = 75.0  # seconds: Flower holds the place of a process that vanished for 60
+_MOST_TEXT = 128 << 20  # characters of a request's JSON, in which a tokenizer may have half of them
 _LONGEST = 30 * 24 * 3600.0  # seconds that any request may take
 _BACKOFF = 2.0  # most seconds between two attempts to connect
 _LONG_BACKOFF = 60.0  # the same where somebody has to do something at the server first
@@ -153,7 +154,7 @@ class _Site:
         name, body = None, None
         try:
             with reports.during(reports.Step.REQUEST):
-                request = from_records(records)
+                request = from_records(records, most_text=_MOST_TEXT)
                 name, seconds, body = request["id"], request["seconds"], request["body"]
             if name is not None and name == self._last and (previous := self._previous_answer()) is not None:
                 return self._recorded_answer(body, previous)

@@ -85,7 +85,7 @@ WaitAfter = Annotated[
     float | None,
     typer.Option(
         help="Seconds for which a round waits on, once min_clients have answered and no other does. "
-        r"\[ten times as long as sites took before, at least 30]",
+        r"\[ten times what the other sites take, at least 30]",
         min=0,
         show_default=False,
     ),

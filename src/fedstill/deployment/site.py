@@ -64,7 +64,7 @@ class LocalInputs:
         named += [("method", region.get("method", "")) for region in settings.get("region", [])]
         for name, value in named:
             harmless = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
-            if not harmless and value not in files.values():
+            if not harmless and value != files.get(name):  # the owner gave it, for this and nothing else
                 raise Refusal(
                     Code.FILE_NAMED, f"the run has a {name} that is no name but a file, {value}; give yours to the site"
                 )

@@ -170,8 +170,8 @@ class _Site:
             answer = {"id": name if isinstance(name, str) else None, "error": self._report(error)}
             try:
                 return self._recorded_answer(body, answer)
-            except Exception:  # noqa: BLE001 (what cannot be recorded is not sent, but that it failed is)
-                _log.exception("the answer could not be recorded")
+            except Exception as problem:  # noqa: BLE001 (what cannot be recorded is not sent, but that it failed is)
+                _log.error("the answer could not be recorded: %s\n%s", cleaned(problem, 2000), reports.frames(problem))
                 return to_records({**answer, "error": reports.report(Code.DISK, None, answer["error"]["number"])})
 
     def _previous_answer(self) -> Tree:
@@ -197,8 +197,8 @@ class _Site:
         if self._complaint is None or self._complaint[0] != text:
             self._complaint = text, reports.new_number()
             _log.warning(
-                "number %s: %s; the server gets only the code %s (step %s)",
-                self._complaint[1], text, code, step or "request", exc_info=None if expected else error,
+                "number %s: %s; the server gets only the code %s (step %s)%s",
+                self._complaint[1], text, code, step or "request", "" if expected else f"\n{reports.frames(error)}",
             )  # fmt: skip
         return reports.report(code, step, self._complaint[1])
 

@@ -31,6 +31,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedstill.core.reports import cleaned
 from fedstill.flower.records import MOST_TEXT
 from fedstill.flower.superlink import KEYS_PATH, MOST_OBJECTS, OVERHEAD, SECRET_HEADER
 
@@ -332,7 +333,7 @@ def supernode(
         if isinstance(error, Refusal):
             raise error
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else None
-        raise Refusal(" ".join(str(reason).split()), 426 if code == ExitCode.RUNTIME_VERSION_INCOMPATIBLE else status)
+        raise Refusal(cleaned(reason), 426 if code == ExitCode.RUNTIME_VERSION_INCOMPATIBLE else status)
 
     push, activate = node._push_messages, connection.http_request_response
     if predecessor is not None:

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from fedstill.building.config import resolve
 from fedstill.core.tree import Tree
 from fedstill.deployment.site import Site
 from fedstill.flower.node import _Site
@@ -35,8 +36,6 @@ def is_forged(text: str) -> bool:
 
 
 def request(**changes: Any) -> dict[str, Any]:
-    from fedstill.building.config import resolve
-
     run = {"number": "0" * 16, "config": resolve(SETTINGS).toml(), "clients": 3, "classes": ["0", "1"], "mean": [0.0]}
     run |= {
         "std": [1.0],

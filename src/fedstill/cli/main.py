@@ -92,7 +92,10 @@ WaitAfter = Annotated[
 ]
 Recount = Annotated[
     list[str] | None,
-    typer.Option(metavar="SITE", help="A site that may hold more or less than when it joined; can be repeated."),
+    typer.Option(
+        metavar="SITE",
+        help="A site that may hold more or less than when it joined, or lost its state; repeatable.",
+    ),
 ]
 OwnDataDir = Annotated[str, typer.Option(help=r"Where dataset files are. \[$FEDSTILL_DATA]")]
 OwnMethod = Annotated[str, typer.Option(help="file.py:Class, where the run's method is no name but a file.")]
@@ -358,9 +361,11 @@ def show(
 
 @app.command(rich_help_panel="Look")
 def verify(
-    directories: Annotated[list[Path], typer.Argument(help="Run directories, or folders that hold some.")],
+    directories: Annotated[
+        list[Path], typer.Argument(help="Run directories, folders of sites (site-NAME), or folders that hold some.")
+    ],
 ) -> None:
-    """Check that runs, finished or under way, still are what was written; exit 1 if not."""
+    """Check that runs, finished or under way, and what sites keep, still are what was written; exit 1 if not."""
     raise typer.Exit(_commands("verify").verify(directories))
 
 

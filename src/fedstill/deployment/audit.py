@@ -25,6 +25,7 @@ from fedstill.core.tree import Tree
 from fedstill.deployment.protocol import SiteLink
 
 SENT = "audit.jsonl"  # in a site's folder
+STATE = "state"  # there, a folder for each run
 _TAIL = 1 << 20  # bytes at a file's end among which its last line is
 _MOST_PARTS = 100  # of an answer; more are counted, not named
 _LONGEST = 200  # characters of a place in an answer

@@ -29,7 +29,7 @@ from fedstill.data import download, sources, tokens
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation
 from fedstill.deployment import policy as policies
-from fedstill.deployment.audit import SENT, AuditLog, answer_entry
+from fedstill.deployment.audit import SENT, STATE, AuditLog, answer_entry
 from fedstill.deployment.policy import Consent, Policy, Usage
 from fedstill.deployment.protocol import RunInfo, run_number
 from fedstill.engine.worker import FinalExchange, Request, Score, Train, Worker, request_from
@@ -116,7 +116,7 @@ class Site:
         config = self._settings[1]
         with during(Step.REQUEST):
             request = None if body is None else _request(body, run, config)
-        usage = Usage(self._directory / "state" / run_number(run), self._policy)
+        usage = Usage(self._directory / STATE / run_number(run), self._policy)
         with usage.work(training=isinstance(request, Train | FinalExchange)):
             worker = self._worker(run, config)
             return self._answer(worker, request, down, run)
@@ -140,10 +140,13 @@ class Site:
         with during(Step.TRAIN if isinstance(request, Train) else Step.FINAL), one_thread(), on(self._device):
             if isinstance(request, Train):
                 _forget_with_the_server(worker.store, run.get(ROLLBACKS, []), request.round)
+            _check_state(worker.store, request)
             answer: dict[str, Any] = worker.handle(request, down)
         with during(Step.SEND):
             declared = wire.up if isinstance(request, Train) else wire.last
             policies.check_message(answer["message"], declared, self._policy.deny)
+        if newest := worker.store.newest(request.client, request.round + 1):
+            answer["state"] = newest
         worker.store.prune([run["client"]], needed=run["checkpoint"])
         if private:
             answer["metrics"] = {name: value for name, value in answer["metrics"].items() if name == "seconds"}
@@ -193,7 +196,7 @@ class Site:
         with during(Step.CONSENT):
             for name, inside in regional or [(config.method, (task, method))]:
                 self._consent.check(run_number(run), name, inside[1], inside[0])
-        store = Store(self._directory / "state" / run_number(run), run=run_number(run), earlier=True)
+        store = Store(self._directory / STATE / run_number(run), run=run_number(run), earlier=True)
         return Worker(task, federation, method, store, tuple(inside for _, inside in regional))
 
     def _fetching(self, *, own: bool) -> AbstractContextManager[None]:
@@ -248,10 +251,20 @@ def _request(body: Any, run: Mapping[str, Any], config: Config) -> Request:
         return request
     regions = 1 if config.flat else len(config.region) or config.regions
     region = getattr(request, "region", 0)
-    numbers = all(type(number) is int for number in (request.client, request.round, region))
+    numbers = all(type(number) is int for number in (request.client, request.round, region, request.state))
     if not numbers or request.client != run["client"] or not 1 <= request.round <= 10**9 or not 0 <= region < regions:
         raise Refusal(Code.BAD_REQUEST, "the request is about another client, or about no round or region")
     return request
+
+
+def _check_state(store: Store, request: Train | FinalExchange) -> None:
+    """Refuse to begin anew, and so to answer with something else, where this client had a state and it is gone."""
+    if store.newest(request.client, request.round) < request.state:
+        raise Refusal(
+            Code.STATE_LOST,
+            f"{store.path(request.client, request.state)} is missing, which round {request.state} left here; put it "
+            "back from a copy, or have the server started with --recount for this site, to begin anew",
+        )
 
 
 def check_tokenizer(tokenizer: str) -> None:

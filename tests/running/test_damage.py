@@ -330,7 +330,7 @@ def test_every_file_that_counts_is_verified(undisturbed: Path, tmp_path: Path, h
     for number, name in enumerate(files_of(undisturbed)):
         path = copy_of(undisturbed, tmp_path / str(number))
         harm(path / name)
-        if all(check.sound for check in verify(path)):
+        if fedstill("verify", path).code == 0:
             unchecked.append(name)
         shutil.rmtree(path)
     needless = {name for name in unchecked if name.endswith(".2.safetensors")}  # the checkpoints are of rounds 3 and 4

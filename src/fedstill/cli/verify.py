@@ -10,13 +10,13 @@ from rich.table import Table
 from fedstill.cli import commands
 from fedstill.core.errors import SettingError
 from fedstill.deployment.verify import sites_in, verify_served, verify_site
-from fedstill.running.verify import runs_in
+from fedstill.running.verify import Check, runs_in
 from fedstill.running.verify import verify as verify_run
 
 
 def verify(directories: list[Path]) -> int:
     """Print what each run, and each site's folder, was found to be; 1 if anything is not what was written."""
-    found = {}
+    found: dict[Path, list[Check]] = {}
     for directory in directories:
         runs, sites = runs_in(directory), sites_in(directory)
         if not runs and not sites:

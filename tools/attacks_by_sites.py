@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import resource
@@ -28,11 +29,13 @@ import test_flower_limits as limits
 import test_hostile_sites as hostile
 import test_site_leaks as leaks
 from attack import Outcome, attack
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 import fedstill
-from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.flower import keys, node
 from fedstill.flower.link import Certificates, FlowerLink
+from fedstill.flower.records import MOST_TEXT, from_records
 from fedstill.running.rollback import rollback
 from support import link as link_support
 from support.sites import Wire, alone, served, weights
@@ -93,6 +96,31 @@ def refused_uploads(folder: Path) -> Outcome:
             refused &= send(8)
             grown = (limits.memory(link._process) - before) / limits.MB
             return refused and grown < 60, f"8 of 24 MB: {max(0, grown):.0f} MB more"
+
+
+def refused(text: str, *tensors: str) -> Outcome:
+    """Whether an answer with this text and tensors of 1 MB is refused, and how many MB it took until then."""
+    array = Array(np.zeros(250_000, np.float32))
+    records = RecordDict({"tensors": ArrayRecord(dict.fromkeys(tensors, array)), "tree": ConfigRecord({"json": text})})
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(DataError):
+            from_records(records, most_bytes=100_000_000, most_text=MOST_TEXT)
+            return False, "taken"
+        peak = tracemalloc.get_traced_memory()[1] / 1e6
+        return peak < 20, f"refused, with {peak:.1f} MB"
+    finally:
+        tracemalloc.stop()
+
+
+@attack("an answer of 1 MB that names one tensor 2,000 times", "took all of the server's memory, and ended the run")
+def named_often(folder: Path) -> Outcome:
+    return refused(json.dumps({str(i): {"$tensor": "t"} for i in range(2000)}), "t")
+
+
+@attack("an answer of 12 MB of empty values", "530 MB more")
+def empty_values(folder: Path) -> Outcome:
+    return refused("[" + ",".join(["{}"] * 4_000_000) + "]")
 
 
 @contextmanager
@@ -183,6 +211,13 @@ def hung_site(folder: Path) -> Outcome:
     left = [record["left_out"] for record in result.records]
     safe = set(wire.waited) == {7.0} and left == [["south"]] * 2
     return safe, "`--timeout` 600, `--wait-after` 7: left out 7 s after the last answer"
+
+
+@attack("a site that answers as late as it may", "held rounds for 29 s, 292 s, then all of `--timeout`")
+def late_site(folder: Path) -> Outcome:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        held = hostile.held_by_a_late_site(monkeypatch, rounds=6)
+    return max(held) < 33, f"six rounds of 2 s: {min(held):.0f} to {max(held):.0f} s each"
 
 
 @attack("an unknown key, added later, then revoked", "gave up at the first refusal; could not be revoked")

@@ -10,12 +10,16 @@ from pathlib import Path
 
 import test_damage as damage
 import test_hostile_sites as hostile
+import test_served_disks as disks
 import torch
 from attack import Outcome, attack
 
+from fedstill.core.errors import FedstillError
 from fedstill.flower import node
+from fedstill.running.directory import RunDirectory
 from support.commandline import fedstill as command
 from support.commandline import interrupted_after, model, short
+from support.sites import Wire, served
 
 
 @contextmanager
@@ -84,6 +88,27 @@ def deleted_metrics(folder: Path) -> Outcome:
         (path / "metrics.jsonl").unlink()
         answer = command("resume", path)
         return answer.code == 2 and "metrics.jsonl is" in answer.err, f"exit {answer.code}: the file is named"
+
+
+@attack("a deleted `run.json` of a served run", "a new run number: sites began anew, another model")
+def deleted_number(folder: Path) -> Outcome:
+    served(Wire(folder), folder / "run", "scaffold", rounds=1)
+    disks.lose_run(folder)
+    verified = command("verify", folder / "run").code
+    try:
+        disks.go_on(folder)
+    except FedstillError as error:
+        return verified == 1 and "put it back" in str(error), "refused, with what to do; `fedstill verify` names it"
+    return False, "it went on"
+
+
+@attack("a site's deleted state", "it answered from none: another model")
+def deleted_site_state(folder: Path) -> Outcome:
+    served(Wire(folder), folder / "run", "scaffold", rounds=1)
+    disks.lose_states(folder)
+    disks.go_on(folder)
+    left_out = [record.get("left_out") for record in RunDirectory.open(folder / "run", lock=False).records()]
+    return left_out == [None, *[["north"]] * 3], "left out (`state-lost`) until it is put back, or `--recount`"
 
 
 @attack("a flipped byte in a finished run's model", "not noticed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import stat
@@ -10,6 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+import test_forged_logs as forged
 import test_hostile_sites as hostile
 import test_site_leaks as leaks
 import test_site_policy as consent
@@ -49,6 +51,16 @@ def forged_log_lines(folder: Path) -> Outcome:
     longest = max(map(len, log.splitlines()))
     safe = result.records[0]["dropped"] == 1 and "all is well" not in log and "\x1b" not in log and longest < 500
     return safe, f"no byte of it is logged; longest line of the log: {longest} characters"
+
+
+@attack("a server forges lines of a site's log", "the traceback repeated them, escapes and all")
+def forged_site_log(folder: Path) -> Outcome:
+    written, home, site = io.StringIO(), logging.Logger("home"), Site(folder)
+    home.addHandler(logging.StreamHandler(written))
+    with patch.object(node, "_log", home):
+        forged.answer(node._Site(site.handle, folder, None, site.record), forged.request(request={forged.FORGED: 1}))
+    text = written.getvalue()
+    return bool(text) and not forged.is_forged(text), "one clean line, and where in fedstill it was raised"
 
 
 def refused_with(request: Tree, folder: Path) -> Code | None:

@@ -118,6 +118,23 @@ def test_no_file_that_a_server_names_is_opened_or_run(tmp_path: Path, named: dic
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("field", ["method", "model", "data", "proxy", "region.method"])
+@pytest.mark.parametrize("own", ["method", "model", "data"])
+def test_a_file_of_the_sites_own_is_for_its_field_alone(tmp_path: Path, field: str, own: str) -> None:
+    import tomli_w
+
+    given = LocalInputs(**{own: f"{tmp_path}/mine.py:it"})
+    settings = {"region": [{"method": f"{tmp_path}/mine.py:it"}]} if "." in field else {field: f"{tmp_path}/mine.py:it"}
+    try:
+        given.config(tomli_w.dumps(SETTINGS | settings))
+        code = None
+    except Refusal as refusal:
+        code = refusal.code
+    except SettingError:  # there is no such file: it would have been opened
+        code = None
+    assert code == (None if field.removeprefix("region.") == own else Code.FILE_NAMED)
+
+
 def test_a_servers_folder_and_device_are_not_the_sites(tmp_path: Path) -> None:
     text = resolve(SETTINGS, {"data_dir": "/etc", "device": "cpu"}).toml()
     assert LocalInputs(data_dir="mine").config(text).data_dir == "mine"

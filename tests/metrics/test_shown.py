@@ -81,8 +81,8 @@ def test_where_one_class_is_nearly_all_a_table_and_a_page_do_not_look_like_succe
     commandline.fedstill("report", path, "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "Always predicting &#x27;no&#x27; would reach 98.6 % on the test set." in page
-    assert f"<td>{balanced}</td>" in page
-    assert f"<td>{value_of(result.summary, 'final_worst_ece'):.4f}</td>" in page
+    assert f">{balanced}</td>" in page
+    assert f">{value_of(result.summary, 'final_worst_ece'):.4f}</td>" in page
 
 
 def test_where_classes_are_even_nothing_is_said_about_them(tmp_path: Path) -> None:

@@ -90,14 +90,17 @@ WaitAfter = Annotated[
     float | None,
     typer.Option(
         help="Seconds for which a round waits on, once min_clients have answered and no other does. "
-        r"\[ten times as long as sites took before, at least 30]",
+        r"\[ten times what the other sites take, at least 30]",
         min=0,
         show_default=False,
     ),
 ]
 Recount = Annotated[
     list[str] | None,
-    typer.Option(metavar="SITE", help="A site that may hold more or less than when it joined; can be repeated."),
+    typer.Option(
+        metavar="SITE",
+        help="A site that may hold more or less than when it joined, or lost its state; repeatable.",
+    ),
 ]
 OwnDataDir = Annotated[str, typer.Option(help=r"Where dataset files are. \[$FEDSTILL_DATA]")]
 OwnMethod = Annotated[str, typer.Option(help="file.py:Class, where the run's method is no name but a file.")]
@@ -374,9 +377,11 @@ def show(
 
 @app.command(rich_help_panel="Look")
 def verify(
-    directories: Annotated[list[Path], typer.Argument(help="Run directories, or folders that hold some.")],
+    directories: Annotated[
+        list[Path], typer.Argument(help="Run directories, folders of sites (site-NAME), or folders that hold some.")
+    ],
 ) -> None:
-    """Check that runs, finished or under way, still are what was written; exit 1 if not."""
+    """Check that runs, finished or under way, and what sites keep, still are what was written; exit 1 if not."""
     raise typer.Exit(_commands("verify").verify(directories))
 
 

@@ -21,6 +21,7 @@ from fedstill.building.setup import Setup, largest_answer
 from fedstill.building.task import local_training, make_task
 from fedstill.building.topology import Hierarchy, Region, assign, regional_method
 from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.files import write_sealed_json
 from fedstill.core.reports import Code, Refusal, Step, during
 from fedstill.core.tree import Message, Tree
 from fedstill.data import download
@@ -118,10 +119,12 @@ class RegionalLoop(RoundLoop):
         if round_ in self.directory.checkpoint_rounds():
             self.load_state(self.directory.read_checkpoint(round_))
         elif round_ == 0:
-            self.server.state, self.update_norms = {}, {}
+            self.server.state, self.update_norms, self.client_states = {}, {}, {}
             self.setup.hierarchy.regions[0].method.start(self.server)
         elif self.server.state:
             raise FedstillError(f"the region no longer knows round {round_}; 'fedstill rollback' to 0 begins anew")
+        else:
+            self.client_states = {}
         self.server.round, self.records = round_, self.directory.records()
 
 
@@ -266,6 +269,8 @@ class _RegionRun:
             self._directory = RunDirectory.open(place) if exists else RunDirectory.create(place, anchored(self._config))
             opened.callback(self._directory.release)
             opened.enter_context(logging_to(place / files.LOG))
+            if not (place / files.SERVED).exists() and not self._directory.checkpoint_rounds():
+                write_sealed_json(place / files.SERVED, {"number": run_number(run_info), ROLLBACKS: 0})
             self._opened = opened.pop_all()
         self._directory.pinned = self._is_global
 

@@ -23,7 +23,7 @@ from fedstill.building.topology import assign
 from fedstill.core.arrays import IntArray
 from fedstill.core.device import find
 from fedstill.core.errors import FedstillError, SettingError
-from fedstill.core.files import read_sealed_json, write_sealed_json
+from fedstill.core.files import write_sealed_json
 from fedstill.core.owner import private_folder
 from fedstill.core.tree import Message, Tree
 from fedstill.data.preprocessing import TablePreprocessing
@@ -59,6 +59,7 @@ from fedstill.running.uplinks import fewest_answers
 
 log = logging.getLogger(__name__)
 
+_MOST_ROUNDS = 10**9
 _NEWCOMER_TIMEOUT = 30.0  # seconds that a newcomer may take to report its number of samples
 # What a site may report of itself; anything else is not looked at.
 _RANGES = {
@@ -76,7 +77,7 @@ class Terms:
     timeout: float = 600.0  # seconds a site may take to answer
     needed: int = 1  # sites without which it does not start
     wait_after: float | None = None  # seconds for the rest, once enough have answered; None: by how long they take
-    recount: tuple[str, ...] = ()  # sites that may have more or fewer samples than when they joined
+    recount: tuple[str, ...] = ()  # sites that may have other numbers of samples than when they joined, and no state
 
 
 class SiteEngine(Engine):
@@ -88,6 +89,7 @@ class SiteEngine(Engine):
         """Without a `worker` nothing is tested here; `least`: how many answers are enough for a round."""
         self._link, self._registry, self._terms, self._least = link, registry, terms, least
         self._times = ResponseTimes(terms.wait_after)
+        self._anew = set(terms.recount)  # sites that may have lost their state
         self._local = worker and Inline(worker)
         self.request_timeout = terms.timeout  # seconds that a site may take, where that is less
 
@@ -117,7 +119,8 @@ class SiteEngine(Engine):
         by_site = {}
         for request in requests:
             site = self._registry.site_of(request.client)
-            by_site[site] = self._registry.request(site, request_fields(request), down, self._timeout)
+            fields = request_fields(request) | ({"state": 0} if site in self._anew else {})
+            by_site[site] = self._registry.request(site, fields, down, self._timeout)
         first = requests[0]
         name = f"{self._registry.series} {kind_of(first)} {first.round} {getattr(first, 'region', 0)}"
         deadline = RequestDeadline(self._times, kind_of(first), by_site, least=self._least)
@@ -130,7 +133,10 @@ class SiteEngine(Engine):
                 sender, answer = next(arriving)
                 answers[sender] = answer
             claimed, weight = self._registry.samples(site), self._registry.weight(site)
-            yield _client_answer(answers.pop(site), claimed, weight, site)
+            answer = _client_answer(answers.pop(site), claimed, weight, site)
+            if "failure" not in answer:
+                self._anew.discard(site)
+            yield answer
 
     def local_tests(self, down: Message) -> dict[int, LocalTest]:
         counts, claimed = self._registry.federation.test_sizes, self._registry.tests
@@ -179,7 +185,9 @@ def _client_answer(answer: Any, claimed: int | None, weight: int, site: str) -> 
         return {"failure": f"it says that it trained on {number} samples, and it has {claimed}"}
     if not isinstance(metrics, dict) or not all(isinstance(m, float) for m in metrics.values()):
         return {"failure": "its metrics are not numbers"}
-    return {"samples": weight, "metrics": _in_range(metrics, site), "message": message}
+    state = answer.get("state")
+    known = {"state": state} if type(state) is int and 0 <= state <= _MOST_ROUNDS else {}
+    return {"samples": weight, "metrics": _in_range(metrics, site), "message": message, **known}
 
 
 def _in_range(metrics: Mapping[str, float], site: str) -> dict[str, float]:
@@ -226,11 +234,10 @@ def serve(
         directory.check_rounds(config.rounds)
         link = RecordedLink(link, out / files.RECEIVED)
         number = _number(directory)
-        rollbacks = read_sealed_json(directory.path / files.SERVED).get(ROLLBACKS, [])
+        rollbacks = directory.served_run().get(ROLLBACKS, [])
+        _check_counts(directory, names, terms)
         if not regional:
-            write_sealed_json(
-                directory.path / files.SERVED, read_sealed_json(directory.path / files.SERVED) | {"sites": names}
-            )
+            write_sealed_json(directory.path / files.SERVED, directory.served_run() | {"sites": names})
             clients = {name: np.array([k]) for k, name in enumerate(names)}
         frozen: list[str] = []  # the digest of the frozen part of the network, where there is one
         steps: list[int] = []  # of an epoch in each region, once the sites have reported their numbers of samples
@@ -313,7 +320,7 @@ def _class_weight(directory: RunDirectory, setup: Setup, registry: SiteRegistry)
     if setup.config.class_weight != BALANCED:
         return list(setup.task.local.class_weight)
     path = directory.path / files.SERVED
-    saved = read_sealed_json(path)
+    saved = directory.served_run()
     if "class_weight" not in saved:
         saved |= {"class_weight": balanced_weights(registry.class_counts())}
         write_sealed_json(path, saved)
@@ -396,8 +403,24 @@ def _number(directory: RunDirectory) -> str:
     """The number that identifies this run, also after a restart: a site's state belongs to one run."""
     path = directory.path / files.SERVED
     if not path.exists():
+        if directory.checkpoint_rounds() or directory.records():
+            raise FedstillError(
+                f"{path} is missing, though rounds are done: sites would take this for another run, and begin anew; "
+                f"put it back from a copy, or begin again: 'fedstill rollback {directory.path} --to 0'"
+            )
         write_sealed_json(path, {"number": secrets.token_hex(8), "sites": []})
-    return run_number(read_sealed_json(path))
+    return run_number(directory.served_run())
+
+
+def _check_counts(directory: RunDirectory, names: Sequence[str], terms: Terms) -> None:
+    """Refuse to believe anew what sites say that they have, unless that is asked for."""
+    path, known = directory.path / files.COUNTS, set(names) <= set(terms.recount)
+    # Directories of earlier versions, which have no index, had no such file.
+    if directory.checkpoint_rounds() and directory.client_store.run and not path.exists() and not known:
+        raise FedstillError(
+            f"{path} is missing, though rounds are done; put it back from a copy, or have all sites report their "
+            "numbers of samples anew: --recount NAME, for each of them"
+        )
 
 
 def _order(out: Path, names: Sequence[str], revoked: Collection[str]) -> list[str]:
@@ -406,8 +429,8 @@ def _order(out: Path, names: Sequence[str], revoked: Collection[str]) -> list[st
     A run that has begun keeps the number of its clients: one that was revoked is absent from now on, and one that was
     added since is left out.
     """
-    path = out / files.SERVED
-    members: list[str] = read_sealed_json(path)["sites"] if path.exists() else []
+    begun = RunDirectory.open(out, lock=False).served_run() if (out / files.SERVED).exists() else {}
+    members: list[str] = begun.get("sites", [])
     if not members:
         return sorted(names)
     for name in members:

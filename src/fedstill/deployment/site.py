@@ -33,7 +33,7 @@ from fedstill.data.federation import Federation
 from fedstill.data.formats.columns import header
 from fedstill.data.statistics import PARTS, column_sums, own_columns, with_table
 from fedstill.deployment import policy as policies
-from fedstill.deployment.audit import SENT, AuditLog, answer_entry, request_kind
+from fedstill.deployment.audit import SENT, STATE, AuditLog, answer_entry, request_kind
 from fedstill.deployment.delivery import is_finish, keep_model
 from fedstill.deployment.policy import Consent, Policy, Usage
 from fedstill.deployment.protocol import BALANCED, BY_CLASS, CLASS_COUNTS, STATISTICS, RunInfo, run_number
@@ -77,7 +77,7 @@ class LocalInputs:
         named += [("method", region.get("method", "")) for region in settings.get("region", [])]
         for name, value in named:
             harmless = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
-            if not harmless and value not in files.values():
+            if not harmless and value != files.get(name):  # the owner gave it, for this and nothing else
                 raise Refusal(
                     Code.FILE_NAMED, f"the run has a {name} that is no name but a file, {value}; give yours to the site"
                 )
@@ -132,7 +132,7 @@ class Site:
                 policies.check_settings(self._policy, config)
                 self._settings = text, config
         config = self._settings[1]
-        usage = Usage(self._directory / "state" / run_number(run), self._policy)
+        usage = Usage(self._directory / STATE / run_number(run), self._policy)
         if body == {"kind": STATISTICS}:
             with usage.work(training=False):
                 return self._statistics(run, config)
@@ -186,10 +186,13 @@ class Site:
         with during(Step.TRAIN if isinstance(request, Train) else Step.FINAL), one_thread(), on(self._device):
             if isinstance(request, Train):
                 _forget_with_the_server(worker.store, run.get(ROLLBACKS, []), request.round)
+            _check_state(worker.store, request)
             answer: dict[str, Any] = worker.handle(request, down)
         with during(Step.SEND):
             declared = wire.up if isinstance(request, Train) else wire.last
             policies.check_message(answer["message"], declared, self._policy.deny)
+        if newest := worker.store.newest(request.client, request.round + 1):
+            answer["state"] = newest
         worker.store.prune([run["client"]], needed=run["checkpoint"])
         if private:
             answer["metrics"] = {name: value for name, value in answer["metrics"].items() if name == "seconds"}
@@ -261,7 +264,7 @@ class Site:
                 self._consent.check_setting(run_number(run), "class_weight = balanced", Kind.CLASS_COUNTS)
             for name, inside in regional or [(config.method, (task, method))]:
                 self._consent.check(run_number(run), name, inside[1], inside[0])
-        store = Store(self._directory / "state" / run_number(run), run=run_number(run), earlier=True)
+        store = Store(self._directory / STATE / run_number(run), run=run_number(run), earlier=True)
         return Worker(task, federation, method, store, tuple(inside for _, inside in regional))
 
     def _fetching(self, *, own: bool) -> AbstractContextManager[None]:
@@ -335,10 +338,20 @@ def _request(body: Any, run: Mapping[str, Any], config: Config) -> Request:
         return request
     regions = 1 if config.flat else len(config.region) or config.regions
     region = getattr(request, "region", 0)
-    numbers = all(type(number) is int for number in (request.client, request.round, region))
+    numbers = all(type(number) is int for number in (request.client, request.round, region, request.state))
     if not numbers or request.client != run["client"] or not 1 <= request.round <= 10**9 or not 0 <= region < regions:
         raise Refusal(Code.BAD_REQUEST, "the request is about another client, or about no round or region")
     return request
+
+
+def _check_state(store: Store, request: Train | FinalExchange) -> None:
+    """Refuse to begin anew, and so to answer with something else, where this client had a state and it is gone."""
+    if store.newest(request.client, request.round) < request.state:
+        raise Refusal(
+            Code.STATE_LOST,
+            f"{store.path(request.client, request.state)} is missing, which round {request.state} left here; put it "
+            "back from a copy, or have the server started with --recount for this site, to begin anew",
+        )
 
 
 def check_tokenizer(tokenizer: str) -> None:

@@ -36,6 +36,7 @@ class Train:
     round: int
     measure: bool = False
     region: int = 0
+    state: int = 0  # of a client elsewhere: the round whose state it has, by its last answer that counted
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class FinalExchange:
 
     client: int
     round: int
+    state: int = 0
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from fedstill.flower.records import from_records, to_records
 _log = logging.getLogger(__name__)
 _ANSWER = "answer"  # what the file of the last answer is sealed as
 _SESSION_SECONDS = 75.0  # seconds: Flower holds the place of a process that vanished for 60
+_MOST_TEXT = 128 << 20  # characters of a request's JSON, in which a tokenizer may have half of them
 _LONGEST = 30 * 24 * 3600.0  # seconds that any request may take
 _BACKOFF = 2.0  # most seconds between two attempts to connect
 _LONG_BACKOFF = 60.0  # the same where somebody has to do something at the server first
@@ -160,7 +161,7 @@ class _Site:
         name, body = None, None
         try:
             with reports.during(reports.Step.REQUEST):
-                request = from_records(records)
+                request = from_records(records, most_text=_MOST_TEXT)
                 name, seconds, body = request["id"], request["seconds"], request["body"]
             if name is not None and name == self._last and (previous := self._previous_answer()) is not None:
                 return self._recorded_answer(body, previous)
@@ -176,8 +177,8 @@ class _Site:
             answer = {"id": name if isinstance(name, str) else None, "error": self._report(error)}
             try:
                 return self._recorded_answer(body, answer)
-            except Exception:  # noqa: BLE001 (what cannot be recorded is not sent, but that it failed is)
-                _log.exception("the answer could not be recorded")
+            except Exception as problem:  # noqa: BLE001 (what cannot be recorded is not sent, but that it failed is)
+                _log.error("the answer could not be recorded: %s\n%s", cleaned(problem, 2000), reports.frames(problem))
                 return to_records({**answer, "error": reports.report(Code.DISK, None, answer["error"]["number"])})
 
     def _previous_answer(self) -> Tree:
@@ -203,8 +204,8 @@ class _Site:
         if self._complaint is None or self._complaint[0] != text:
             self._complaint = text, reports.new_number()
             _log.warning(
-                "number %s: %s; the server gets only the code %s (step %s)",
-                self._complaint[1], text, code, step or "request", exc_info=None if expected else error,
+                "number %s: %s; the server gets only the code %s (step %s)%s",
+                self._complaint[1], text, code, step or "request", "" if expected else f"\n{reports.frames(error)}",
             )  # fmt: skip
         return reports.report(code, step, self._complaint[1])
 

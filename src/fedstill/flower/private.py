@@ -31,6 +31,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedstill.core.reports import cleaned
+from fedstill.flower.records import MOST_TEXT
 from fedstill.flower.superlink import KEYS_PATH, MOST_OBJECTS, OVERHEAD, SECRET_HEADER
 
 _log = logging.getLogger("fedstill.flower")
@@ -224,7 +226,7 @@ class FlowerRun:
             # It was refused while it arrived, and there is an error in its place.
             return self.pull(message, most_bytes=most_bytes, seconds=until - time.monotonic())
         confirm()
-        _check_arrays(contents, most_bytes)
+        _check_sizes(contents, most_bytes)
         message_ = inflate_object_from_contents(answer, contents)
         if not isinstance(message_, Message):
             raise ValueError("it is no message")
@@ -250,13 +252,17 @@ class FlowerRun:
         self._grid.close()
 
 
-def _check_arrays(contents: dict[str, bytes], most_bytes: int) -> None:
-    """An array may name one of its chunks any number of times, and Flower would put them all together."""
+def _check_sizes(contents: dict[str, bytes], most_bytes: int) -> None:
+    """Refuse what would grow when Flower puts it together: the numbers and texts of records, which become objects, and
+    arrays, which may name one of their chunks any number of times."""
     from flwr.supercore.inflatable.inflatable_object import _get_object_body, get_object_head_values_from_object_content
 
-    size = 0
+    size = text = 0
     for content in contents.values():
         kind, children, _ = get_object_head_values_from_object_content(content)
+        text += len(content) if kind != "ArrayChunk" else 0
+        if text > MOST_TEXT + OVERHEAD:
+            raise ValueError(f"it has more than {MOST_TEXT:,} bytes beside its tensors")
         if kind == "Array":
             size += sum(len(contents[children[i]]) for i in json.loads(_get_object_body(content))["arraychunk_ids"])
     if size > most_bytes + OVERHEAD:
@@ -331,7 +337,7 @@ def supernode(
         if isinstance(error, Refusal):
             raise error
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else None
-        raise Refusal(" ".join(str(reason).split()), 426 if code == ExitCode.RUNTIME_VERSION_INCOMPATIBLE else status)
+        raise Refusal(cleaned(reason), 426 if code == ExitCode.RUNTIME_VERSION_INCOMPATIBLE else status)
 
     push, activate = node._push_messages, connection.http_request_response
     if predecessor is not None:

@@ -91,8 +91,13 @@ class RunDirectory:
 
     @property
     def served(self) -> bool:
-        """Whether its clients are elsewhere."""
-        return (self.path / files.SERVED).exists()
+        """Whether its clients are elsewhere; also if one of the files that say so is lost."""
+        return any((self.path / name).exists() for name in (files.SERVED, files.COUNTS, files.RECEIVED))
+
+    def served_run(self) -> dict[str, Any]:
+        """What run.json holds: the number of a served run, its sites and rollbacks; nothing if there is none."""
+        path = self.path / files.SERVED
+        return read_sealed_json(path, earlier=not self.client_store.run) if path.exists() else {}
 
     def write_config(self, config: Config) -> None:
         """Set the settings of a run, or change those of one that goes on."""
@@ -148,6 +153,8 @@ class RunDirectory:
         self.settle()  # one at a time, so that no more than one waits in memory
         self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
         stands_on = {"metrics": self._metrics.mark(), "files": self._file_digests()}
+        if number := self.served_run().get("number"):
+            stands_on["number"] = number
         saved, self._saved = self._saved, []
         self._writing = self._writer.submit(
             self._write_checkpoint, round_, tree.copied(state) | {_STANDS_ON: stands_on}, list(active), saved
@@ -245,6 +252,9 @@ class RunDirectory:
             stands_on = state.pop(_STANDS_ON)
             for name, expected in stands_on["files"].items():
                 check_file(self.path / name, expected)
+            if stands_on.get("number", "") not in ("", self.served_run().get("number")):
+                found = "of another run" if (self.path / files.SERVED).exists() else "missing"
+                raise DataError(f"{self.path / files.SERVED} is {found}, and sites know this run by its number")
             self._metrics.check(stands_on["metrics"])
             self._check_states(self.index.check(stands_on["index"]), round_, everything=everything)
         return state

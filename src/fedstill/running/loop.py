@@ -102,6 +102,7 @@ class RoundLoop:
         self._able: dict[int, IntArray] = {}
         self._active_since_checkpoint: set[int] = set()
         self.update_norms: dict[str, History] = {}  # of what clients elsewhere sent, by region
+        self.client_states: dict[str, int] = {}  # the round whose state each of them has; to notice that it is lost
         self._last: dict[str, int] = {}  # what crossed after the last round
         self._restore()
 
@@ -339,7 +340,7 @@ class RoundLoop:
             raise FedstillError(f"what the server is about to send is not what {method.name} declares: {problem}")
         uplinks = Checked(
             cohort,
-            engine.run([Train(k, round_, measure, region.number) for k in cohort], down),
+            engine.run([Train(k, round_, measure, region.number, self._state_of(k)) for k in cohort], down),
             wire.up,
             least=fewest_answers(config, method) if engine.remote else config.min_clients,
             tick=self.listener.client_done,
@@ -350,9 +351,13 @@ class RoundLoop:
             # Nothing has run yet: the clients train while `aggregate` pulls their updates out of the engine's iterator.
             received, attack = iter(uplinks), self.setup.attack
             method.aggregate(server, colluding(attack, method, server, received) if attack.colludes else received)
+        self.client_states |= {str(k): uplinks.states[k] for k in uplinks.good if k in uplinks.states}
         tally.add(uplinks, nbytes(down) * len(cohort))
         tally.left_out += self._names(uplinks.dropped) if engine.remote else []
         tally.server_seconds += time.perf_counter() - began - uplinks.waited
+
+    def _state_of(self, client: int) -> int:
+        return self.client_states.get(str(client), 0)
 
     def _aggregate_regions(self, engine: Engine, present: list[Region], *, compare: bool) -> EpisodeRecord:
         """The end of an episode: one model of all regions' models, for all of them."""
@@ -387,7 +392,7 @@ class RoundLoop:
         method, config = self.setup.method, self.setup.config
         clients = np.flatnonzero(self.setup.federation.sizes).tolist()
         down = {"model": self.model()}
-        answers = engine.run([FinalExchange(k, config.rounds + 1) for k in clients], down)
+        answers = engine.run([FinalExchange(k, config.rounds + 1, self._state_of(k)) for k in clients], down)
         declared, judge = method.wire(self.setup.task).last, self.judge(engine, down, "last")
         uplinks = Checked(clients, answers, declared, least=config.min_clients, tick=lambda: None, judge=judge)
         with self._stream("last layers"):
@@ -426,11 +431,13 @@ class RoundLoop:
             state["regions"] = {str(n): {"model": s.model, "state": s.state} for n, s in self.regional.items()}
         if self.update_norms:
             state["norms"] = self.update_norms
+        if self.client_states:
+            state["client states"] = self.client_states
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.server.model, self.server.state = state["model"], state["state"]
-        self.update_norms = state.get("norms", {})
+        self.update_norms, self.client_states = state.get("norms", {}), state.get("client states", {})
         for number, own in state.get("regions", {}).items():
             self.regional[int(number)].model, self.regional[int(number)].state = own["model"], own["state"]
 

@@ -51,6 +51,7 @@ class Checked:
         self.bytes_up = 0
         self.waited = 0.0  # seconds until answers came, while the server had nothing else to do
         self.metrics: dict[str, list[float]] = {}
+        self.states: dict[int, int] = {}  # of clients elsewhere: the round whose state each has
         self._clients, self._answers, self._declared = clients, answers, declared
         self._least, self._tick, self._who, self._names, self._judge = least, tick, who, names, judge
 
@@ -77,6 +78,8 @@ class Checked:
             if problem := fault(answer["message"], self._declared):
                 self._drop(client, problem)
                 continue
+            if "state" in answer:
+                self.states[client] = answer["state"]
             yield client, answer["samples"], answer["metrics"], answer["message"]
 
     def _judged(self, answers: Iterator[_Answer], judge: Judge) -> Iterator[_Answer]:

@@ -1,23 +1,24 @@
 """Convolutions that no kernel may compute as they stand.
 
-For the gradient of the weights of a 1x1 convolution with a stride, oneDNN's kernel for AVX2 copies the pixels that are
-used into a buffer. It has room for `pixels x channels` numbers, but pixel i is written at `8 i`: with fewer than 8
-channels that may lie behind its end. The kernel takes float32 in channels-last order, in 1-D or 2-D, with one group, no
-padding, and sides that the stride divides; the channels are the inputs, of a transposed convolution the outputs.
-`tools/kernel_sweep.py` finds these cases and no others, and none on SSE4.1, AVX and AVX-512.
+For the gradient of the weights of a 1x1 convolution with a stride, oneDNN's kernels copy the pixels in use into a
+buffer. It has room for `pixels x channels` numbers, but a later piece of the image, from pixel i on, is written at
+`block x i`, where a block is 8 channels with AVX2 and 16 with AVX-512: with fewer channels that lies behind its end. So
+it happens where an image has several pieces, with AVX2 nearly always, with AVX-512 where more than 512 pixels are used
+or threads share an image. The kernels take float32 in channels-last order, in 1-D or 2-D, with one group, no padding,
+and sides that the stride divides; the channels are the inputs, of a transposed convolution the outputs.
+`tools/kernel_sweep.py` finds these cases and no others, and none with SSE4.1 and AVX.
 
 A 1x1 convolution with a stride is one without, on every `stride`-th pixel, and that is computed instead:
 
-- for `nn.Conv2d` layers with 2 to 7 channels on every processor;
+- for `nn.Conv2d` layers with 2 to 7 channels everywhere, forward and backward;
 - for all others (functions, TorchScript, a method's own modules, 1-D) in the backward pass, at the one place through
   which PyTorch reaches its kernels. Each backward pass of a convolution then goes through Python, which takes about 10
-  microseconds; so this is done only where oneDNN uses AVX2.
+  microseconds.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,23 +28,32 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def corrupts_memory(channels: int, kernel: Sequence[int], stride: Sequence[int], groups: int) -> bool:
-    """Whether a kernel for a convolution of this geometry may write outside its memory.
+def block() -> int:
+    """How many channels oneDNN's kernels take together on this processor; 0: it has none of these kernels."""
+    has = torch.cpu.get_capabilities()
+    newest = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "ALL").upper()
+    if not has.get("avx2") or newest in ("SSE41", "AVX"):
+        return 0
+    return 16 if has.get("avx512_f") and not newest.startswith("AVX2") else 8
 
-    >>> corrupts_memory(4, (1, 1), (2, 2), groups=1), corrupts_memory(8, (1, 1), (2, 2), groups=1)
+
+def narrow(channels: int, below: int, kernel: Sequence[int], stride: Sequence[int], groups: int) -> bool:
+    """Whether this is a 1x1 convolution with a stride on fewer channels than that.
+
+    >>> narrow(4, 8, (1, 1), (2, 2), groups=1), narrow(8, 8, (1, 1), (2, 2), groups=1)
     (True, False)
     """
-    return channels < 8 and groups == 1 and max(stride) > 1 and max(kernel) == 1 and len(kernel) < 3
+    return max(stride) > 1 and channels < below and groups == 1 and max(kernel) == 1 and len(kernel) < 3
 
 
 def protect(module: nn.Module) -> None:
-    """Let no `nn.Conv2d` of a network corrupt memory; the others stay as they are."""
+    """Let `nn.Conv2d` layers with 2 to 7 channels do without a stride; the others stay as they are."""
     for layer in module.modules():
         if (
             isinstance(layer, nn.Conv2d)
             and layer.padding_mode == "zeros"
             and layer.in_channels > 1
-            and corrupts_memory(layer.in_channels, layer.kernel_size, layer.stride, layer.groups)
+            and narrow(layer.in_channels, 8, layer.kernel_size, layer.stride, layer.groups)
         ):
             layer._conv_forward = _Convolve(layer.stride, layer.padding, layer.dilation, layer.groups)  # type: ignore[assignment]
 
@@ -57,8 +67,8 @@ def conv2d(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """`torch.nn.functional.conv2d`, but for what corrupts memory; of a single channel, `_guard` sees to it."""
-    if x.shape[-3] > 1 and corrupts_memory(x.shape[-3], weight.shape[2:], stride, groups):
+    """`torch.nn.functional.conv2d`, but for 2 to 7 channels."""
+    if x.shape[-3] > 1 and narrow(x.shape[-3], 8, weight.shape[2:], stride, groups):
         if not isinstance(padding, str) and any(padding):
             x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
         return F.conv2d(x[..., :: stride[0], :: stride[1]], weight, bias)
@@ -78,17 +88,8 @@ class _Convolve:
         return conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
 
-def kernels_are_sound() -> bool:
-    """Whether oneDNN uses no kernel for AVX2: it has those for AVX-512, or this is no x86 processor."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return True
-    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "ALL"
-    newest = allowed.upper().startswith(("ALL", "DEFAULT", "AVX512", "AVX10"))
-    return newest and torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-def _guard() -> torch.library.Library:
-    """Compute the backward pass of such convolutions another way, as long as the library lives."""
+def _guard(channels: int) -> torch.library.Library:
+    """Compute the backward pass of convolutions with fewer channels another way, as long as the library lives."""
     backward = torch.library.get_kernel("aten::convolution_backward", "CPU").call_boxed
 
     def guarded(
@@ -106,7 +107,11 @@ def _guard() -> torch.library.Library:
         wanted: Sequence[bool],
     ) -> Any:
         kernel = weight.shape[2:]
-        if any(padding) or not corrupts_memory(weight.shape[1], kernel, stride, groups):
+        if (
+            not narrow(weight.shape[1], channels, kernel, stride, groups)
+            or any(padding)
+            or (channels == 16 and torch.get_num_threads() == 1 and (x if transposed else grad)[0, 0].numel() <= 512)
+        ):
             return backward(
                 keys, grad, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups, wanted
             )
@@ -129,4 +134,4 @@ def _guard() -> torch.library.Library:
     return library
 
 
-_LIBRARY = None if kernels_are_sound() else _guard()
+_LIBRARY = _guard(block()) if block() else None

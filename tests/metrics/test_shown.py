@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_where_one_class_is_nearly_all_a_table_and_a_page_do_not_look_like_succe
     assert "always predicting 'no' would reach 98.6 % on the test set" in " ".join(shown.split())
     assert "ECE" in shown
     commandline.fedstill("report", path, "--out", tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
+    page = re.sub("</?(span|strong)>", "", (tmp_path / "page.html").read_text())
     assert "Always predicting &#x27;no&#x27; would reach 98.6 % on the test set." in page
     assert f">{balanced}</td>" in page
     assert f">{value_of(result.summary, 'final_worst_ece'):.4f}</td>" in page

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fedstill.building.config import Config
 from fedstill.building.data import check_tokens, proxy_samples
-from fedstill.core import custom, kernels
+from fedstill.core import custom
 from fedstill.core.errors import DataError, FedstillError, SettingError, unknown
 from fedstill.data import augment
 from fedstill.data.dataset import Dataset
@@ -110,11 +111,11 @@ def make_network(
 ) -> Classifier:
     """A network before any method changes it: by name, by `file.py:function`, or as an object, which is copied."""
     if isinstance(model, nn.Module):
-        return as_classifier(copy.deepcopy(model))
+        return as_classifier(_complete(_copied(model), shape, vocabulary))
     if not isinstance(model, str):
-        return as_classifier(model())
+        return as_classifier(_complete(model(), shape, vocabulary))
     if custom.is_reference(model):
-        return as_classifier(_custom_network(model, shape, classes))
+        return as_classifier(_complete(_custom_network(model, shape, classes), shape, vocabulary))
     return build(model, shape, classes, vocabulary=vocabulary, **options)
 
 
@@ -126,13 +127,46 @@ def _custom_network(reference: str, shape: tuple[int, ...], classes: int) -> nn.
     return network
 
 
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy whose parameters are leaves too; those of a TorchScript module are so in a copy without gradients only."""
+    try:
+        with torch.no_grad():
+            copied = copy.deepcopy(module)
+    except (RuntimeError, ValueError) as error:  # tensors inside a graph; lazy buffers
+        raise SettingError(
+            "PyTorch cannot copy this model: give a function that makes it; and if it is made with "
+            "torch.nn.utils.weight_norm, use torch.nn.utils.parametrizations.weight_norm instead"
+        ) from error
+    for parameter, original in zip(copied.parameters(), module.parameters(), strict=True):
+        if parameter.requires_grad != original.requires_grad:
+            parameter.requires_grad_(original.requires_grad)
+    return copied
+
+
+def _complete(module: nn.Module, shape: tuple[int, ...], vocabulary: int) -> nn.Module:
+    """The network with the parameters of its lazy layers, whose shapes and numbers come with the first sample."""
+    if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+        training = module.training
+        module.eval()  # a pass that leaves running statistics alone
+        try:
+            with torch.no_grad():
+                module(torch.zeros(1, *shape, dtype=torch.int32 if vocabulary else torch.float32))
+        except Exception as error:
+            size = "x".join(map(str, shape))
+            raise SettingError(
+                f"the model's lazy layers do not take a sample of {size}: {custom.summary(error)}"
+            ) from error
+        module.train(training)
+    return module
+
+
 def _check_fit(task: Task, config: Config) -> None:
     """Try the network on two samples: it must take them and give one logit a class."""
     net = task.nets.get("student")
     net.module.eval()
     x = task.dataset.normalise(task.dataset.train.x[:2])
     try:
-        with torch.no_grad(), kernels.Refusing():
+        with torch.no_grad():
             logits = outputs(classifier(net), x).logits
     except FedstillError:
         raise

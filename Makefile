@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 # Of pytest-xdist's schedulers, this one goes on when a test kills its process; tests beside each other stay together.
-PARALLEL := --dist worksteal --max-worker-restart 4
+PARALLEL := -n 2 --dist worksteal --max-worker-restart 4
 
 .PHONY: install demo test test-fast check fuzz bench clean
 
@@ -17,10 +17,10 @@ demo: install
 	$(BIN)/fedstill compare fedavg fedprox --clients 20 --alpha 0.1 --rounds 50 --out runs/demo --force
 
 test: install  # a third process, as many tests wait for servers and sites
-	$(BIN)/python -m pytest -n 3 $(PARALLEL) --doctest-modules --durations 10 src tests docs
+	$(BIN)/python -m pytest $(PARALLEL) -n 3 --doctest-modules --durations 10 src tests docs
 
 test-fast: install
-	$(BIN)/python -m pytest -n 2 $(PARALLEL) --doctest-modules -m "not slow" src tests docs
+	$(BIN)/python -m pytest $(PARALLEL) --doctest-modules -m "not slow" src tests docs
 
 check: install
 	$(BIN)/ruff check .

@@ -176,15 +176,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; default: all")
     parser.add_argument("--check", action="store_true", help="only check that peers do the same work; time nothing")
-    told = parser.parse_args()
-    if unknown := [part for part in told.parts if part not in PARTS]:
+    arguments = parser.parse_args()
+    if unknown := [part for part in arguments.parts if part not in PARTS]:
         parser.error(f"no part is called {unknown[0]!r}; there are {', '.join(PARTS)}")
-    if told.check:
+    if arguments.check:
         check()
         return
     rows: list[Row] = []
-    path = HOME / f"{'-'.join(told.parts) or 'all'}.md"
-    for part in told.parts or PARTS:
+    path = HOME / f"{'-'.join(arguments.parts) or 'all'}.md"
+    for part in arguments.parts or PARTS:
         console.log(part)
         for row in PARTS[part]():
             rows.append(row)

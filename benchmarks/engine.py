@@ -50,7 +50,7 @@ def serve(
                 for name, p in own.items():
                     p.copy_(shared[name])
             net.train()
-            work.train_client(net, x[work.held(k)], y[work.held(k)])
+            work.train_client(net, x[work.samples_of(k)], y[work.samples_of(k)])
             with torch.no_grad():
                 for name, p in own.items():
                     sums[name].add_(p, alpha=work.samples)

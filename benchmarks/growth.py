@@ -25,7 +25,7 @@ METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fedkf", {"width": 8, "z_dim": 16}),
     ("scaffold", {}),
 )
-ACTIVE, HELD = 50, 10  # clients a round, and samples of each
+ACTIVE, SAMPLES = 50, 10  # clients a round, and samples of each
 _DISTINCT = 5_000  # images that there are; clients share them, so that only what grows with clients grows
 
 
@@ -34,8 +34,8 @@ def federation(clients: int) -> Federation:
     x = torch.randn(_DISTINCT, 1, 32, 32, generator=g).contiguous(memory_format=torch.channels_last)
     y = torch.randint(0, 10, (_DISTINCT,), generator=g)
     dataset = fedstill.Dataset("random", fedstill.Split(x, y), fedstill.Split(x[:100], y[:100]), tuple("0123456789"))
-    index = np.random.default_rng(0).integers(0, _DISTINCT, clients * HELD, dtype=np.int64)
-    offsets = np.arange(clients + 1) * HELD
+    index = np.random.default_rng(0).integers(0, _DISTINCT, clients * SAMPLES, dtype=np.int64)
+    offsets = np.arange(clients + 1) * SAMPLES
     none = np.zeros(0, np.int64)
     return Federation(dataset, index, offsets, none, np.zeros_like(offsets), none)
 
@@ -43,12 +43,12 @@ def federation(clients: int) -> Federation:
 def cell(method: str, settings: dict[str, Any], clients: int, rounds: int, weighed: bool) -> dict[str, float]:
     """Seconds a round, or MB at the peak of all processes: the whole, and without the arrays of the data partition."""
     torch.set_num_threads(1)
-    held = federation(clients)
-    arrays = sum(a.nbytes for a in (held.train_index, held.train_offsets, held.test_offsets)) / 1e6
+    data = federation(clients)
+    arrays = sum(a.nbytes for a in (data.train_index, data.train_offsets, data.test_offsets)) / 1e6
     watch, peak = Stopwatch(), Peak()
     with peak if weighed else nullcontext():
         fedstill.run(
-            method, data=held, model="lenet5", rounds=rounds + 2, participation=ACTIVE / clients, batch_size=10,
+            method, data=data, model="lenet5", rounds=rounds + 2, participation=ACTIVE / clients, batch_size=10,
             epochs=1, lr=0.01, workers=2, eval_every=0, callbacks=[watch], **settings,
         )  # fmt: skip
     if weighed:
@@ -85,8 +85,8 @@ def grown(method: str, settings: dict[str, Any], clients: int, rounds: int, repe
     """Both: the least of several, each in a process of its own, so that nothing is left over from another."""
     least: dict[str, float] = {}
     for weighed in [True] + [False] * repeats:  # apart, since to look at memory takes time
-        told = json.dumps([method, settings, clients, rounds, weighed])
-        command = [sys.executable, "-m", "benchmarks.growth", told]
+        arguments = json.dumps([method, settings, clients, rounds, weighed])
+        command = [sys.executable, "-m", "benchmarks.growth", arguments]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         for key, value in json.loads(done.stdout.splitlines()[-1]).items():
             least[key] = min(value, least.get(key, value))

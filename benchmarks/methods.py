@@ -28,7 +28,7 @@ class Case:
     method: str
     settings: dict[str, Any]
     at_most: float | None = None  # times FedAvg's cost
-    asked: int = 0  # teachers are asked in each of so many epochs where their answers are not kept; 0: nothing is
+    teacher_epochs: int = 0  # in which teachers predict, where their outputs are not cached; 0: none do
 
     @property
     def name(self) -> str:
@@ -57,10 +57,10 @@ CASES = (
     Case("fedavg+geomed", {}),
     Case("fedavg+centered-clip", {}),
     Case("fedavg+ccvr", {}),
-    Case("fedgkd", {}, 1.10, asked=5),
-    Case("fedgkd-vote", {"buffer": 5}, 1.40, asked=5),
-    Case("fedgkd-plus", {}, asked=5),
-    Case("moon", {}, 1.35, asked=5),
+    Case("fedgkd", {}, 1.10, teacher_epochs=5),
+    Case("fedgkd-vote", {"buffer": 5}, 1.40, teacher_epochs=5),
+    Case("fedgkd-plus", {}, teacher_epochs=5),
+    Case("moon", {}, 1.35, teacher_epochs=5),
     Case("fedhkd", {}),
     Case("fedkf", {"width": 32}),
 )
@@ -69,13 +69,13 @@ CASES = (
 SERVER_WORK = replace(WORK, name="ResNet-8, 4 clients x 128 samples, batch 64, 1 epoch", epochs=1)
 _PROXY = {"proxy": "pool"}
 SERVER_CASES = (
-    Case("feddf", _PROXY | {"server_steps": 50}, asked=50),  # each step sees all 100 samples
-    Case("fedbe", _PROXY, asked=20),
-    Case("lkd", {}, asked=10),
-    Case("mtkd", {}, asked=10),
-    Case("f2l", {"regions": 1, "epsilon": 0}, asked=10),  # distils, however much the clients agree
+    Case("feddf", _PROXY | {"server_steps": 50}, teacher_epochs=50),  # each step sees all 100 samples
+    Case("fedbe", _PROXY, teacher_epochs=20),
+    Case("lkd", {}, teacher_epochs=10),
+    Case("mtkd", {}, teacher_epochs=10),
+    Case("f2l", {"regions": 1, "epsilon": 0}, teacher_epochs=10),  # distils, however much the clients agree
     Case("fedhyb", _PROXY),  # one epoch on the server
-    Case("dafkd", {"batches": 10}, asked=5),
+    Case("dafkd", {"batches": 10}, teacher_epochs=5),
     Case("fedgen", {}),
     Case("fedftg", {"iterations": 2}),
     Case("fedmd", _PROXY),
@@ -104,18 +104,18 @@ class Costs(Callback):
 
 
 @contextmanager
-def nothing_kept(epochs: int) -> Iterator[None]:
-    """Samples are gathered for every batch, and teachers asked about it in every epoch, as the equations read.
+def without_caches(epochs: int) -> Iterator[None]:
+    """Samples are gathered for every batch, and teachers predict it in every epoch, as the equations read.
 
     What a method keeps by itself (LKD's old model, VOTE's losses, T1's sum) is kept here too.
     """
 
-    def asked_again(*what: Any) -> Any:
+    def predict_again(*what: Any) -> Any:
         for _ in range(epochs - 1):
             predict(*what)
         return predict(*what)
 
-    with patch.object(LocalTraining, "drawn", lambda *_: 0), patch.object(stage, "predict", asked_again):
+    with patch.object(LocalTraining, "drawn", lambda *_: 0), patch.object(stage, "predict", predict_again):
         yield
 
 
@@ -138,7 +138,7 @@ def with_pool(work: Work) -> Federation:
 def cost(case: Case, work: Work, federation: Federation, rounds: int, *, cached: bool = True) -> Cost:
     """The median of a run's last rounds: the first have no teacher yet, and VOTE's buffer fills up."""
     costs, rounds = Costs(), rounds + case.settings.get("buffer", 1)
-    with nullcontext() if cached else nothing_kept(case.asked):
+    with nullcontext() if cached else without_caches(case.teacher_epochs):
         fedstill.run(
             case.method, data=federation, model=work.model, rounds=rounds + 1, participation=work.cohort / work.clients,
             batch_size=work.batch_size, epochs=work.epochs, lr=work.lr, workers=2, eval_every=0, callbacks=[costs],
@@ -148,7 +148,7 @@ def cost(case: Case, work: Work, federation: Federation, rounds: int, *, cached:
 
 
 @dataclass(frozen=True)
-class Found:
+class RoundCosts:
     """A method's cost, and FedAvg's beside it."""
 
     case: Case
@@ -157,14 +157,14 @@ class Found:
     fedavg: Cost
 
 
-def round_costs(cases: Sequence[Case], work: Work, *, rounds: int, repeats: int) -> Iterator[Found]:
+def round_costs(cases: Sequence[Case], work: Work, *, rounds: int, repeats: int) -> Iterator[RoundCosts]:
     """Each method's round, next to one of FedAvg's: the best of several, taken in turn."""
     torch.set_num_threads(1)
     federation, plain = with_pool(work), Case("fedavg", {})
     for case in cases:
-        runs = [(plain, True), (case, True)] + [(case, False)] * (case.asked > 1)
+        runs = [(plain, True), (case, True)] + [(case, False)] * (case.teacher_epochs > 1)
         taken = [
             [cost(which, work, federation, rounds, cached=cached) for which, cached in runs] for _ in range(repeats)
         ]
         best = [min(costs, key=lambda cost: cost.whole) for costs in zip(*taken, strict=True)]
-        yield Found(case, best[1], best[2] if len(best) > 2 else None, best[0])
+        yield RoundCosts(case, best[1], best[2] if len(best) > 2 else None, best[0])

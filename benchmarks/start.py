@@ -69,7 +69,7 @@ def resume_seconds(states: int = STATES, repeats: int = 3) -> tuple[float, float
     Measured with a small network; restoring reads no client's state but only finds it.
     """
     torch.set_num_threads(1)
-    held = _federation(states)
+    data = _federation(states)
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, Any] = {
             "model": "mlp",
@@ -79,13 +79,13 @@ def resume_seconds(states: int = STATES, repeats: int = 3) -> tuple[float, float
             "eval_every": 0,
         }
         path = Path(folder) / "run"
-        fedstill.run("scaffold", data=held, participation=1.0, rounds=1, out=path, **settings)
+        fedstill.run("scaffold", data=data, participation=1.0, rounds=1, out=path, **settings)
         found = sum(1 for _ in RunDirectory.open(path, lock=False).client_store.root.rglob("*.safetensors"))
         assert found == states, f"{found} clients have state, not {states}"
         waits = []
         for again in range(repeats):
             began, watch = time.perf_counter(), _Started()
-            fedstill.resume(path, data=held, rounds=2 + again, callbacks=[watch])
+            fedstill.resume(path, data=data, rounds=2 + again, callbacks=[watch])
             waits.append((watch.began - began, watch.ends[0] - watch.began))
     return min(wait for wait, _ in waits), min(round_ for _, round_ in waits)
 

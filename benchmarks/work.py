@@ -64,7 +64,7 @@ class Work:
         x, y = torch.load(path, mmap=True, weights_only=True)
         return x, y
 
-    def held(self, client: int) -> slice:
+    def samples_of(self, client: int) -> slice:
         """Which samples a client has."""
         return slice(client * self.samples, (client + 1) * self.samples)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ os.environ.setdefault("FEDSTILL_OFFLINE", "1")
 
 import fedstill
 from fedstill.running.result import Result
+from support.commandline import run
+from support.float64 import in_float64
 from support.guards import (  # noqa: F401 - hooks
     pytest_collection_modifyitems,
     pytest_configure,
@@ -24,6 +27,7 @@ from support.guards import (  # noqa: F401 - hooks
     pytest_unconfigure,
 )
 from support.runs import SMALL, RunSmall
+from support.text import SETTINGS
 
 torch.set_num_threads(1)
 # The same examples in every run, however slow the machine is at the moment.
@@ -41,3 +45,30 @@ def run_small(tmp_path: Path) -> RunSmall:
         return fedstill.run(method, **(SMALL | settings))
 
     return start
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """The test computes in float64, and so does the library."""
+    with in_float64():
+        yield
+
+
+@pytest.fixture
+def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of decoded data that no other test has."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("FEDSTILL_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mini() -> fedstill.Dataset:
+    """The embedded texts, in few tokens."""
+    return fedstill.load_dataset("glosses-mini", text=SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What three rounds of FedAvg come to when nothing goes wrong."""
+    return run("fedavg", tmp_path_factory.mktemp("misuse") / "undisturbed")

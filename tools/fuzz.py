@@ -11,115 +11,30 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import gzip
-import io
-import json
 import logging
-import pickle
 import random
 import resource
 import signal
-import struct
 import sys
 import tempfile
 import time
-import tomllib
 import traceback
 import warnings
-import zipfile
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import tomli_w
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-from PIL import Image
+from fuzz_changes import mutate
+from fuzz_readers import Target, targets
 
-from fedstill.building.config import read_toml, resolve
-from fedstill.core import choices, tree
 from fedstill.core.errors import FedstillError
-from fedstill.core.files import read_json, read_sealed_json, write_sealed_json
-from fedstill.core.index import Index
-from fedstill.core.store import Store
-from fedstill.data import cache, tokens
-from fedstill.data.formats import arrays, cifar, idx, images, mat, text
-from fedstill.flower.records import from_records, to_records
-from fedstill.running.directory import RunDirectory
-from fedstill.studies import presets
 
 SECONDS = 10  # of a core's time that one input may take
 MEMORY = 3 << 30  # bytes more than at the start
 
-NUMBERS = (
-    0,
-    1,
-    -1,
-    2,
-    127,
-    128,
-    255,
-    256,
-    2**15,
-    2**16,
-    2**31 - 1,
-    2**31,
-    2**32,
-    2**53,
-    2**63,
-    10**30,
-    0.5,
-    -0.0,
-    1e308,
-)
-VALUES: tuple[Any, ...] = (
-    *NUMBERS,
-    None,
-    True,
-    "",
-    "x",
-    "é\n",
-    "\0",
-    [],
-    {},
-    [[]],
-    {"": {}},
-    float("nan"),
-    float("inf"),
-)
-WORDS = (
-    b"\0",
-    b"\xff",
-    b"\n",
-    b'"',
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b",",
-    b";",
-    b"\r\n",
-    b"nan",
-    b"1e999",
-    b"-",
-    b"\xef\xbb\xbf",
-)
-
 
 class Overtime(BaseException):
     """An input that takes too long."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """A reader, inputs that it takes, and how else to change them than byte by byte."""
-
-    name: str
-    samples: Sequence[bytes]
-    read: Callable[[bytes], object]
-    reshape: Callable[[random.Random, bytes], bytes] | None = None
 
 
 @dataclass
@@ -130,345 +45,6 @@ class Finding:
     data: bytes
     problem: str
     traceback: str = field(repr=False, default="")
-
-
-# --- changes --------------------------------------------------------------------------------------------------------
-
-
-def mutate(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """The data with a few bytes changed, cut, repeated, put in or taken from another input."""
-    changed = bytearray(data)
-    for _ in range(rng.choice((1, 1, 1, 2, 4, 16))):
-        at, other = rng.randrange(len(changed) + 1), rng.randrange(len(changed) + 1)
-        start = min(at, other)
-        near = min(start + rng.choice((1, 2, 4, 8, 64)), len(changed))
-        kind = rng.randrange(9)
-        if kind == 0 and at < len(changed):
-            changed[at] ^= 1 << rng.randrange(8)
-        elif kind == 1 and at < len(changed):
-            changed[at] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
-        elif kind == 2:
-            number = int(rng.choice(NUMBERS[:-4])) % 2**64
-            size, order = rng.choice((1, 2, 4, 8)), rng.choice(("little", "big"))
-            changed[start:near] = (number % 2 ** (8 * size)).to_bytes(size, order)  # type: ignore[arg-type]
-        elif kind == 3:
-            del changed[at:]
-        elif kind == 4:
-            del changed[start:near]
-        elif kind == 5:
-            changed[at:at] = changed[start:near] * rng.choice((1, 2, 50))
-        elif kind == 6:
-            changed[at:at] = rng.choice(WORDS)
-        elif kind == 7:
-            taken = rng.choice(others)
-            changed[start:near] = taken[start:near]
-        else:
-            changed[start:near] = rng.randbytes(near - start)
-    return bytes(changed)
-
-
-def mutated_value(rng: random.Random, value: Any) -> Any:  # noqa: PLR0911 - each change is its own case
-    """Plain data with one place changed into something else."""
-    if isinstance(value, dict) and value and rng.random() < 0.85:
-        key = rng.choice(list(value))
-        kind, rest = rng.randrange(8), {k: v for k, v in value.items() if k != key}
-        if kind == 0:
-            return rest
-        if kind == 1:
-            return rest | {rng.choice(("", "x", f"{key}x", key[:-1])): value[key]}
-        return value | {key: mutated_value(rng, value[key])}
-    if isinstance(value, list) and value and rng.random() < 0.85:
-        at, kind = rng.randrange(len(value)), rng.randrange(6)
-        middle = [] if kind == 0 else [value[at]] * 2 if kind == 1 else [mutated_value(rng, value[at])]
-        return value[:at] + middle + value[at + 1 :]
-    if isinstance(value, str) and value and rng.random() < 0.5:
-        return mutate(rng, value.encode(), [value.encode()]).decode(errors="replace")
-    if rng.random() < 0.02:
-        deep: Any = []
-        for _ in range(rng.choice((50, 3000))):
-            deep = [deep]
-        return deep
-    return rng.choice(VALUES)
-
-
-def as_json(rng: random.Random, data: bytes) -> bytes:
-    try:
-        return json.dumps(mutated_value(rng, json.loads(data))).encode()
-    except RecursionError:
-        return b"[" * rng.choice((1_000, 100_000))
-
-
-def as_lines(rng: random.Random, data: bytes) -> bytes:
-    lines = data.splitlines() or [b""]
-    at = rng.randrange(len(lines))
-    lines[at] = as_json(rng, lines[at])
-    return b"\n".join(lines) + b"\n"
-
-
-def as_toml(rng: random.Random, data: bytes) -> bytes:
-    try:
-        return tomli_w.dumps(mutated_value(rng, tomllib.loads(data.decode()))).encode()
-    except (TypeError, ValueError, AttributeError, RecursionError):
-        return data
-
-
-def as_safetensors(rng: random.Random, data: bytes) -> bytes:
-    """Another header, of its right length."""
-    size = int.from_bytes(data[:8], "little")
-    header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
-    if rng.random() < 0.5 and "tree" in header.get("__metadata__", {}):
-        header["__metadata__"]["tree"] = as_json(rng, header["__metadata__"]["tree"].encode()).decode()
-    else:
-        header = mutated_value(rng, header)
-    try:
-        written = json.dumps(header).encode()
-    except RecursionError:
-        written = b"[" * 100_000
-    return len(written).to_bytes(8, "little") + written + body
-
-
-def as_zip(rng: random.Random, data: bytes) -> bytes:
-    """Members changed, with their right checksums."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
-        names = old.namelist()
-        chosen = rng.choice(names)
-        for name in names:
-            content = old.read(name)
-            new.writestr(name, mutate(rng, content, [content]) if name == chosen else content)
-    return made.getvalue()
-
-
-def as_gzip(rng: random.Random, data: bytes) -> bytes:
-    content = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    return gzip.compress(mutate(rng, content, [content]), 1)
-
-
-# --- readers --------------------------------------------------------------------------------------------------------
-
-
-def targets(folder: Path) -> list[Target]:
-    """Every reader, with files of its own in a folder."""
-    return [*_messages(), *_datasets(folder), *_settings(folder), *_run_directories(folder)]
-
-
-def _file(path: Path, read: Callable[[Path], object]) -> Callable[[bytes], object]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-    def written(data: bytes) -> object:
-        path.write_bytes(data)
-        return read(path)
-
-    return written
-
-
-def _messages() -> list[Target]:
-    node = {"model": torch.arange(6.0), "state": {"n": [1, 2.5, "a"], "m": torch.ones(2, 2, dtype=torch.int64)}}
-    plain, sealed = tree.encode(node), tree.seal(node, "label")
-    records = json.dumps({"tree": to_records(node).config_records["tree"]["json"], "dtype": "float32", "shape": [6]})
-
-    def of_records(data: bytes) -> object:
-        """A message as a hostile site would make it: whatever fields Flower lets through."""
-        text, _, raw = data.partition(b"\0\0")
-        try:
-            given = json.loads(text)
-            array = Array(given["dtype"], tuple(given["shape"]), "numpy.ndarray", raw)
-            made = RecordDict({"tensors": ArrayRecord({"model": array}), "tree": ConfigRecord({"json": given["tree"]})})
-        except Exception:  # noqa: BLE001 - Flower's own refusals
-            return None
-        return from_records(made, most_bytes=10**6)
-
-    def reshape(rng: random.Random, data: bytes) -> bytes:
-        text, _, raw = data.partition(b"\0\0")
-        return as_json(rng, text) + b"\0\0" + (mutate(rng, raw, [raw]) if rng.random() < 0.5 else raw)
-
-    npy = io.BytesIO()
-    np.save(npy, np.arange(6, dtype=np.float32))
-    message = records.replace("state/m", "model").encode() + b"\0\0" + npy.getvalue()
-    return [
-        Target("tree", [plain, tree.encode([1, None])], tree.decode, as_safetensors),
-        Target("sealed tree", [sealed], lambda data: tree.unseal(data, "label"), as_safetensors),
-        Target("records", [message], of_records, reshape),
-    ]
-
-
-def _datasets(folder: Path) -> list[Target]:
-    rng = np.random.default_rng(0)
-    pixels, labels = rng.integers(0, 256, (6, 5, 5), np.uint8), np.array([0, 1, 2, 0, 1, 2], np.uint8)
-
-    def idx_file(values: Any) -> bytes:
-        return b"\0\0\x08" + bytes([values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape) + values.tobytes()
-
-    (folder / "labels").write_bytes(idx_file(labels))
-
-    def of_idx(path: Path) -> object:
-        return idx.decode([path, folder / "labels", path, folder / "labels"], idx.DIGITS)
-
-    def of_idx_labels(path: Path) -> object:
-        (folder / "pixels").write_bytes(idx_file(pixels))
-        return idx.decode([folder / "pixels", path] * 2, idx.DIGITS)
-
-    def npz(**given: Any) -> bytes:
-        made = io.BytesIO()
-        np.savez_compressed(made, **given)
-        return made.getvalue()
-
-    npzs = [
-        npz(x=pixels, y=labels, client=labels),
-        npz(x_train=rng.random((6, 3)), y_train=np.array(list("abcabc")), x_test=rng.random((2, 3)), y_test=["a", "b"]),
-        npz(x=np.arange(12).reshape(6, 2), y=labels, classes=["a", "b", "c"]),
-    ]
-    import scipy.io
-
-    matlab = [io.BytesIO(), io.BytesIO()]
-    for made, compressed in zip(matlab, (False, True), strict=True):
-        content = {"X": rng.integers(0, 256, (4, 4, 3, 3), np.uint8), "y": np.array([[1], [10], [2]])}
-        scipy.io.savemat(made, content, do_compression=compressed)
-    small = np.zeros((2, cifar.PIXELS), np.uint8)
-    pickles = [
-        pickle.dumps({b"data": small, b"labels": [1, 2], b"batch_label": b"x"}, protocol) for protocol in (2, 3, 5)
-    ]
-    kinds = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM", "TIFF")
-    pictures = {kind: io.BytesIO() for kind in kinds}
-    for kind, made in pictures.items():
-        Image.fromarray(rng.integers(0, 256, (6, 5, 3), np.uint8)).save(made, kind)
-    for number in range(6):
-        (folder / "images" / str(number % 2)).mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (5, 6)).save(folder / "images" / str(number % 2) / f"{number}.png")
-
-    def of_images(path: Path) -> object:
-        return images.decode(images.folder(folder / "images"))
-
-    csvs = [b"text,label,client\n" + b"".join(b'"a, %d",%d,c%d\n' % (n, n % 2, n % 3) for n in range(8))]
-    csvs += [b"\xef\xbb\xbfLabel,Text\r\n" + b'1,"x ""y"""\r\n2,z\r\n' * 4]
-    titled = b'"1","a title","a text"\n"4","b","<b>c</b>"\n'
-    trees = b"(3 (2 It) (4 (2 's) (4 good)))\n(1 bad)\n"
-    made_tokenizer = tokens.trained(["a text", "another text"] * 3, choices.SMALLEST_VOCABULARY).encode()
-
-    def of_tokenizer(data: bytes) -> object:
-        path = folder / "tokenizer.json"
-        path.write_bytes(data)
-        return tokens.encode(tokens.read(str(path)), ["a text", ""], 8)
-
-    def divided(read: Callable[[Path], text.Corpus]) -> Callable[[Path], object]:
-        return lambda path: read(path).divided(str(path))
-
-    entry = folder / "cache"
-    entry.mkdir()
-    decoded = arrays.decode({"x": pixels, "y": labels.astype(np.int64)})
-    stored = cache._store(folder / "stored", decoded, "x")
-    del stored
-    meta = (folder / "stored" / "meta.json").read_bytes()
-    return [
-        Target("idx", [idx_file(pixels), gzip.compress(idx_file(pixels))], _file(folder / "i.idx", of_idx), as_gzip),
-        Target("idx labels", [idx_file(labels)], _file(folder / "l.idx", of_idx_labels), as_gzip),
-        Target("npz", npzs, _file(folder / "a.npz", arrays.read_npz), as_zip),
-        Target("mat", [m.getvalue() for m in matlab], _file(folder / "a.mat", lambda p: mat.decode([p, p]))),
-        Target(
-            "cifar binary",
-            [bytes([3]) + bytes(cifar.PIXELS)],
-            _file(folder / "a.bin", lambda p: cifar.decode([p, p], cifar.CIFAR10)),
-        ),
-        Target("cifar pickle", pickles, _file(folder / "batch", lambda p: cifar.decode([p, p], cifar.CIFAR10))),
-        *(
-            Target(f"image {kind}", [made.getvalue()], _file(folder / f"{kind}.png", lambda p: images.opened(str(p))))
-            for kind, made in pictures.items()
-        ),
-        Target("images", [pictures["PNG"].getvalue()], _file(folder / "images" / "0" / "9.png", of_images)),
-        Target("csv", csvs, _file(folder / "a.csv", divided(text.read_csv))),
-        Target("csv.gz", [gzip.compress(csvs[0])], _file(folder / "a.csv.gz", divided(text.read_csv)), as_gzip),
-        Target("ag news", [titled], _file(folder / "t.csv", divided(lambda p: text.ag_news([p, p])))),
-        Target("sst5", [trees], _file(folder / "t.txt", divided(lambda p: text.sst5([p, p])))),
-        Target("tokenizer", [made_tokenizer], of_tokenizer, as_json),
-        Target("cache", [meta], _file(folder / "stored" / "meta.json", lambda p: cache._read(p.parent)), as_json),
-    ]
-
-
-def _settings(folder: Path) -> list[Target]:
-    configs = [
-        resolve({"method": "fedprox", "mu": 0.1}).toml().encode(),
-        resolve({"method": "f2l", "region": [{"clients": 3, "lr": 0.1}, {"method": "fedgkd"}]}).toml().encode(),
-    ]
-    preset = tomli_w.dumps(presets._read("fedkf/table5")).encode()
-    return [
-        Target("config", configs, _file(folder / "config.toml", lambda p: resolve(read_toml(p))), as_toml),
-        Target("preset", [preset], lambda data: presets.parsed("x", data.decode(errors="replace")), as_toml),
-    ]
-
-
-def _run_directories(folder: Path) -> list[Target]:
-    path = folder / "run"
-    run = RunDirectory.create(path, resolve({"method": "fedprox", "rounds": 3}))
-    for round_ in (1, 2):
-        run.client_store.write(5, round_, {"written": torch.ones(round_)})
-        run.append({"round": round_, "accuracy": 0.5})
-        run.checkpoint(round_, {"model": torch.ones(3), "state": {}}, [5])
-    run.settle()
-    run.write("summary.json", '{"rounds": 2}')
-    run.write_digests()
-    run.release()
-    write_sealed_json(path / "run.json", {"number": "0" * 16, "sites": ["a", "b"]})
-    kept = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
-
-    def whole(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
-        """With every other file as it was."""
-
-        def written(data: bytes) -> object:
-            for file in path.rglob("*"):
-                if file.is_file() and file not in kept:
-                    file.unlink()
-            for file, content in kept.items():
-                if not file.exists() or file.read_bytes() != content:
-                    file.write_bytes(content)
-            (path / name).write_bytes(data)
-            return read(path)
-
-        return written
-
-    def restored(path: Path) -> object:
-        opened = RunDirectory.open(path)
-        try:
-            found = opened.restore()
-            if found is None or found[0] not in (1, 2) or not torch.equal(found[1]["model"], torch.ones(3)):
-                raise AssertionError(f"another state was restored: {found}")
-            return opened.client_store.read(5, before=3), opened.records()
-        finally:
-            opened.release()
-
-    def sample(name: str) -> list[bytes]:
-        return [(path / name).read_bytes()]
-
-    def of(name: str, read: Callable[[Path], object] = restored, reshape: Any = None) -> Target:
-        return Target(f"run: {name}", sample(name), whole(name, read), reshape)
-
-    def settings(path: Path) -> object:
-        return RunDirectory.open(path, lock=False).config()
-
-    store = Store(folder / "site", run="0" * 16)
-    store.write(5, 1, {"a": torch.ones(3)})
-    state = store.path(5, 1)
-    return [
-        of("config.toml", settings, as_toml),
-        of("metrics.jsonl", reshape=as_lines),
-        of("metrics.jsonl", lambda path: RunDirectory.open(path, lock=False).records(), as_lines),
-        of("checkpoints/index"),
-        of("checkpoints/round-000002.safetensors", reshape=as_safetensors),
-        of("checkpoints/clients/0/5.2.safetensors", reshape=as_safetensors),
-        of("run.json", lambda path: read_sealed_json(path / "run.json"), as_json),
-        of("summary.json", lambda path: read_json(path / "summary.json"), as_json),
-        of("digests.json", verify, as_json),
-        Target("index", sample("checkpoints/index"), _file(folder / "index", lambda p: Index(p).run())),
-        Target("client state", [state.read_bytes()], _file(state, lambda _: store.latest(5)), as_safetensors),
-    ]
-
-
-def verify(path: Path) -> object:
-    from fedstill.running.verify import verify as checked
-
-    return checked(path)
-
-
-# --- the loop -------------------------------------------------------------------------------------------------------
 
 
 def attempt(target: Target, data: bytes) -> Finding | None:
@@ -519,7 +95,7 @@ def main() -> int:
 
     signal.signal(signal.SIGPROF, late)
     folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    kept = Path(tempfile.mkdtemp(prefix="fuzz-findings-"))
+    findings = Path(tempfile.mkdtemp(prefix="fuzz-findings-"))
     chosen = [t for t in targets(folder) if not given.only or t.name in given.only.split(",")]
     counts, seen = dict.fromkeys((t.name for t in chosen), 0), dict[str, Finding]()
     spent = dict.fromkeys(range(len(chosen)), 0.0)
@@ -542,11 +118,11 @@ def main() -> int:
             key = f"{target.name}: {found.problem.split(':')[0]} {place}"
             if key not in seen:
                 seen[key] = found
-                (kept / f"{len(seen)}-{target.name.replace('/', '_')}").write_bytes(data)
+                (findings / f"{len(seen)}-{target.name.replace('/', '_')}").write_bytes(data)
                 print(f"{target.name}, seed {seed}: {found.problem}\n{found.traceback}", flush=True)
     for name, count in counts.items():
         print(f"{count:9,}  {name}")
-    print(f"{sum(counts.values()):9,}  inputs in {given.seconds:.0f} s, {len(seen)} findings, kept in {kept}")
+    print(f"{sum(counts.values()):9,}  inputs in {given.seconds:.0f} s, {len(seen)} findings, kept in {findings}")
     return 1 if seen else 0
 
 

@@ -39,13 +39,22 @@ class Case:
     layout: str  # channels_last or contiguous
     dtype: str  # float32 or bfloat16
     transposed: bool = False
+    shape: str = "square"  # or row and column (1 pixel wide), line (1-D) and cube (3-D)
+
+    @property
+    def dims(self) -> int:
+        return {"line": 1, "cube": 3}.get(self.shape, 2)
+
+    def sides(self, across: int, along: int) -> tuple[int, ...]:
+        """One number for each side: `across` for those of a row or column that are 1 pixel wide."""
+        return {"row": (across, along), "column": (along, across)}.get(self.shape, (along,) * self.dims)
 
     def __str__(self) -> str:
         kind = "transposed " if self.transposed else ""
         groups = {0: ", depthwise", 1: ""}.get(self.groups, f", {self.groups} groups")
         return (
             f"{kind}{self.kernel}x{self.kernel}, stride {self.stride}, {self.inputs} to {self.outputs} channels{groups}"
-            f", {self.size} pixels, {self.layout}, {self.dtype}"
+            f", {self.shape} of {self.size}, {self.layout}, {self.dtype}"
         )
 
 
@@ -62,6 +71,12 @@ def cases(channels: int) -> Iterator[Case]:
                 yield Case(inputs, 2 * inputs, groups=2, **geometry)
             if size < 32:
                 yield Case(inputs, 7, groups=1, transposed=True, **geometry)
+    shapes = {"square": (64, 224), "row": (512, 1020), "column": (512, 1020), "line": (64, 512, 1020), "cube": (12,)}
+    for few, (shape, some), layout, stride in product(range(1, min(channels, 17) + 1), shapes.items(), layouts, (2, 3)):
+        for size in some:
+            long = {"kernel": 1, "stride": stride, "groups": 1, "size": size, "layout": layout, "shape": shape}
+            yield Case(few, 16, dtype="float32", **long)
+            yield Case(16, few, dtype="float32", transposed=True, **long)
 
 
 def convolve(case: Case) -> None:
@@ -70,23 +85,29 @@ def convolve(case: Case) -> None:
     from torch import nn
 
     torch.manual_seed(0)
-    kind = nn.ConvTranspose2d if case.transposed else nn.Conv2d
-    even = {"output_padding": case.stride - 1} if case.transposed else {}
+    kind = getattr(nn, f"Conv{'Transpose' * case.transposed}{case.dims}d")
+    stride = case.sides(1, case.stride)
+    even = {"output_padding": tuple(step - 1 for step in stride)} if case.transposed else {}
     groups = case.groups or case.inputs
-    layer = kind(case.inputs, case.outputs, case.kernel, case.stride, case.kernel // 2, groups=groups, **even)
-    layout = torch.channels_last if case.layout == "channels_last" else torch.contiguous_format
-    layer.to(memory_format=layout)
-    x = torch.randn(4, case.inputs, case.size, case.size).contiguous(memory_format=layout).requires_grad_()
+    layer = kind(case.inputs, case.outputs, case.kernel, stride, case.kernel // 2, groups=groups, **even)
+    sides = case.sides(1, case.size)
+    if case.layout == "channels_last":  # of a single channel, `contiguous` would leave the strides as they are
+        x = torch.randn(3, *sides, case.inputs).movedim(-1, 1)
+        if case.dims == 2:
+            layer.to(memory_format=torch.channels_last)
+    else:
+        x = torch.randn(3, case.inputs, *sides)
+    x.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=case.dtype == "bfloat16"):
         y = layer(x)
     y.float().square().sum().backward()
 
 
-def _child(todo: Sequence[Case]) -> None:
+def _child(todo: Sequence[Case], threads: int) -> None:
     """Try the cases in forks of this process: many in one, and each in its own where that one died."""
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     for start in range(0, len(todo), _TOGETHER):
         some = todo[start : start + _TOGETHER]
         results = [_fork(some)] * len(some)
@@ -107,10 +128,10 @@ def _fork(some: Sequence[Case]) -> str:
     return signal.Signals(-code).name if code < 0 else str(code)
 
 
-def sweep(todo: Sequence[Case], isa: str) -> dict[Case, str]:
+def sweep(todo: Sequence[Case], isa: str, threads: int = 1) -> dict[Case, str]:
     """The cases that died under this instruction set, and by which signal."""
     child = subprocess.run(
-        [sys.executable, __file__, "--child"],
+        [sys.executable, __file__, "--child", "--threads", str(threads)],
         input=json.dumps([asdict(case) for case in todo]),
         env=os.environ | {"LD_PRELOAD": CHECKS, "MALLOC_CHECK_": "3", "ONEDNN_MAX_CPU_ISA": isa},
         stdout=subprocess.PIPE,
@@ -133,16 +154,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--isa", nargs="*", default=ISAS, help="instruction sets, as oneDNN calls them")
     parser.add_argument("--channels", type=int, default=33, help="most input channels")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of a kernel, which may share an image (3 images)"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        _child([Case(**fields) for fields in json.load(sys.stdin)])
+        _child([Case(**fields) for fields in json.load(sys.stdin)], given.threads)
         return
     if not heap_checks():
         raise SystemExit(f"{CHECKS} is not on this system: damage to memory would go unseen")
     todo = list(cases(given.channels))
     for isa in given.isa:
-        died = sweep(todo, isa)
+        died = sweep(todo, isa, given.threads)
         print(f"{isa}: {len(died)} of {len(todo)} convolutions wrote outside their memory", flush=True)
         for case, how in died.items():
             print(f"    {case}: {how}")

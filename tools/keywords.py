@@ -11,14 +11,14 @@ from fedstill.building.schema import Config, meaning
 from fedstill.methods import registry
 
 PAGE = Path(__file__).parents[1] / "src/fedstill/building/keywords.py"
-GIVEN = ("method", "data", "model", "proxy")  # parameters of `run`: they may be objects
+GIVEN = ("method", "data", "model", "proxy", "metrics")  # parameters of `run`: they may be objects
 HEAD = '''"""The keywords of `fedstill.run`, for editors and type checkers. tools/keywords.py writes this file."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
-from fedstill.building.schema import RegionSettings
+from fedstill.building.schema import ColumnSettings, RegionSettings
 from fedstill.core.choices import AttackKind, BufferPolicy, Precision
 
 
@@ -32,6 +32,7 @@ class MethodSettings(TypedDict, total=False):
     """The settings of the methods (`fedstill methods NAME`). Those of a method of your own go into `hyper`."""
 
 '''
+TABLES = {"region": "RegionSettings", "columns": "ColumnSettings"}  # lists of tables, each typed or plain
 NAMED = {"attack": "AttackKind", "buffers": "BufferPolicy", "precision": "Precision"}
 
 
@@ -41,7 +42,7 @@ def text() -> str:
     lines = [HEAD]
     for name, field in Config.model_fields.items():
         if name not in GIVEN:
-            kind = "list[RegionSettings] | list[dict[str, Any]]" if name == "region" else shown(hints[name])
+            kind = f"list[{TABLES[name]}] | list[dict[str, Any]]" if name in TABLES else shown(hints[name])
             lines.append(entry(name, NAMED.get(name, kind), meaning(field)))
     lines.append(OWN)
     for name, (kinds, meanings) in sorted(methods_settings().items()):

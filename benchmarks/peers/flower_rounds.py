@@ -44,16 +44,16 @@ def job() -> Job:
 
 
 @lru_cache(maxsize=1)
-def held() -> tuple[nn.Module, Tensor, Tensor]:
+def network_and_data() -> tuple[nn.Module, Tensor, Tensor]:
     """What an actor has from its first client on."""
     torch.set_num_threads(1)
     return job().work.network(), *job().work.stored()
 
 
 def trained(weights: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
-    work, (net, x, y) = job().work, held()
+    work, (net, x, y) = job().work, network_and_data()
     net.load_state_dict(weights)
-    part = work.held(int(context.node_config["partition-id"]))
+    part = work.samples_of(int(context.node_config["partition-id"]))
     work.train_client(net, x[part], y[part])
     return net.state_dict()
 
@@ -119,7 +119,7 @@ class Trainer(NumPyClient):
 
 @lru_cache(maxsize=1)
 def names() -> list[str]:
-    return list(held()[0].state_dict())
+    return list(network_and_data()[0].state_dict())
 
 
 def make_client(context: Context) -> Client:

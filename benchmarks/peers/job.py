@@ -27,9 +27,9 @@ class Job:
 
     @staticmethod
     def from_json(text: str) -> Job:
-        told = json.loads(text)
-        work = told.pop("work")
-        return Job(work=Work(**work | {"shape": tuple(work["shape"])}), **told)
+        fields = json.loads(text)
+        work = fields.pop("work")
+        return Job(work=Work(**work | {"shape": tuple(work["shape"])}), **fields)
 
     def answer(self, ends: Sequence[float], weights: dict[str, Tensor]) -> None:
         """Say how long each round took that has another before it, given when each ended."""

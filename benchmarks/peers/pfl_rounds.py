@@ -66,7 +66,7 @@ def main() -> None:
     work, net = job.work, job.work.network(memory_format)
     x, y = work.stored()
     x = x.contiguous(memory_format=memory_format)
-    users = [PyTorchTensorDataset((x[work.held(k)], y[work.held(k)])) for k in range(work.clients)]
+    users = [PyTorchTensorDataset((x[work.samples_of(k)], y[work.samples_of(k)])) for k in range(work.clients)]
     data = FederatedDataset(users.__getitem__, get_user_sampler("minimize_reuse", range(work.clients)))
     model = PyTorchModel(
         Trained(net),

@@ -19,9 +19,19 @@ if TYPE_CHECKING:
     from fedstill.building.schema import Config
     from fedstill.core.errors import DataError, FedstillError, SettingError
     from fedstill.core.table import Table
-    from fedstill.data import Dataset, Split, from_arrays, from_torch, load
+    from fedstill.data import (
+        Dataset,
+        Split,
+        TableSettings,
+        from_arrays,
+        from_frame,
+        from_huggingface,
+        from_torch,
+        load_dataset,
+    )
     from fedstill.data.federation import Federation, federate, from_clients
     from fedstill.distill.stage import match_probabilities, mean_logits
+    from fedstill.inference.predictor import Predictor
     from fedstill.methods.base import Part, Server, Uplink, Wire
     from fedstill.methods.fedavg import FedAvg
     from fedstill.methods.kinds import Kind
@@ -31,6 +41,7 @@ if TYPE_CHECKING:
     from fedstill.models import Classifier
     from fedstill.running.api import resume, run
     from fedstill.running.callbacks import Callback, CallbackError, RunView
+    from fedstill.running.loading import load
     from fedstill.running.monitors import Budget, CSVLog, EarlyStopping, SaveBest
     from fedstill.running.progress import Progress
     from fedstill.running.result import Result
@@ -51,9 +62,20 @@ _HOMES = {
     "fedstill.building.schema": ("Config",),
     "fedstill.core.errors": ("DataError", "FedstillError", "SettingError"),
     "fedstill.core.table": ("Table",),
-    "fedstill.data": ("Dataset", "Split", "from_arrays", "from_torch", "load"),
+    "fedstill.data": (
+        "Dataset",
+        "Split",
+        "TableSettings",
+        "from_arrays",
+        "from_frame",
+        "from_huggingface",
+        "from_torch",
+        "load_dataset",
+    ),
     "fedstill.data.federation": ("Federation", "federate", "from_clients"),
     "fedstill.distill.stage": ("match_probabilities", "mean_logits"),
+    "fedstill.inference.predictor": ("Predictor",),
+    "fedstill.running.loading": ("load",),
     "fedstill.methods.base": ("Part", "Server", "Uplink", "Wire"),
     "fedstill.methods.fedavg": ("FedAvg",),
     "fedstill.methods.kinds": ("Kind",),
@@ -96,6 +118,7 @@ __all__ = [
     "Objective",
     "Part",
     "Partition",
+    "Predictor",
     "Progress",
     "Reproduction",
     "Result",
@@ -110,6 +133,7 @@ __all__ = [
     "Split",
     "Summary",
     "Table",
+    "TableSettings",
     "Task",
     "TensorBoard",
     "Uplink",
@@ -118,12 +142,15 @@ __all__ = [
     "federate",
     "from_arrays",
     "from_clients",
+    "from_frame",
+    "from_huggingface",
     "from_torch",
     "kl",
     "list_methods",
     "list_presets",
     "list_settings",
     "load",
+    "load_dataset",
     "match_probabilities",
     "mean_logits",
     "partition",

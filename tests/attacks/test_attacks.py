@@ -127,7 +127,7 @@ def test_update_attacks_are_what_their_formulas_say(
     w_t, learnt, sent = crossings[0].down["model"].numpy(), *(uploads([c]) for c in crossings)
     net = FlatNet(normed())
     federation = fedstill.federate(
-        fedstill.load("fashion-mini", image_size=16), clients=6, alpha=0.5, fraction=0.05, seed=4
+        fedstill.load_dataset("fashion-mini", image_size=16), clients=6, alpha=0.5, fraction=0.05, seed=4
     )
     for k in draw_attackers(federation.sizes, 2, seed=4):
         w, forged = learnt[k]["model"].numpy(), sent[k]["model"]

@@ -16,6 +16,7 @@ from fedstill.cli.main import app
 from fedstill.cli.settings import help_text
 from fedstill.core.errors import SettingError
 from fedstill.data import partition
+from fedstill.data.sources import Glance
 from fedstill.methods import registry
 from fedstill.methods.lkd import F2L
 from fedstill.models import names as model_names
@@ -36,7 +37,7 @@ def test_a_flag_of_a_setting_has_its_type_and_meaning_and_no_default_of_its_own(
         assert option.opts == ["--" + setting.replace("_", "-")]
         assert option.help == help_text(field)
         assert option.default is None, "a file's value wins over a default"
-        kind = str if get_origin(field.annotation) is Literal else field.annotation
+        kind = str if get_origin(field.annotation) in (Literal, list) else field.annotation
         assert option.type.name == KINDS[kind]  # type: ignore[index]
 
 
@@ -84,6 +85,6 @@ def test_a_method_says_how_many_regions_it_wants() -> None:
 
 
 def test_settings_of_text_hold_for_data_without_a_name_too() -> None:
-    config = resolve({"data": "<Dataset>"}, text=True)
+    config = resolve({"data": "<Dataset>"}, data=Glance("text"))
     assert (config.model, config.optimizer, config.lr) == ("transformer", *TEXT_TRAINING.values())
-    assert resolve({"data": "<Dataset>", "lr": 0.1}, text=True).optimizer == "sgd"
+    assert resolve({"data": "<Dataset>", "lr": 0.1}, data=Glance("text")).optimizer == "sgd"

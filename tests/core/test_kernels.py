@@ -11,18 +11,13 @@ from itertools import product
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
-import fedstill
-from fedstill.core.errors import SettingError
-from fedstill.core.kernels import Refusing, conv2d, protect
+from fedstill.core.kernels import block, conv2d, protect
 from fedstill.core.weights import FlatNet
-from fedstill.models import build
-from fedstill.models.slim import slimmed
+from support import narrow_networks
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -71,38 +66,26 @@ def test_a_copy_of_a_protected_layer_uses_its_own_weights() -> None:
     assert net.module(torch.ones(1, 3, 4, 4)).any()
 
 
-@pytest.mark.parametrize(("width", "share"), [(3, 1.0), (4, 0.6), (16, 0.25)])
-def test_no_residual_network_or_sub_network_has_such_a_convolution(width: int, share: float) -> None:
-    net = build("resnet8", (3, 16, 16), 10, width=width, norm="batch")
-    FlatNet(net)
-    with Refusing(), slimmed(net, share):
-        net(torch.randn(2, 3, 16, 16))
-
-
-class Functional(nn.Module):
-    """A user's network that convolves without a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filters = nn.Parameter(torch.randn(4, 3, 1, 1))
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(F.conv2d(x, self.filters, stride=2).mean((2, 3)))
-        return found
-
-
-def test_such_a_convolution_that_is_no_layer_is_refused_before_the_first_round() -> None:
-    rng = np.random.default_rng(0)
-    data = fedstill.from_arrays(rng.random((40, 3, 8, 8), dtype=np.float32), rng.integers(0, 2, 40))
-    with pytest.raises(SettingError, match=r"on 3 channels that is no nn\.Conv2d layer"):
-        fedstill.run("fedavg", data=data, model=Functional(), clients=2, rounds=1, engine="inline")
-
-
-def test_a_transposed_one_is_refused() -> None:
-    layer = nn.ConvTranspose2d(5, 3, 1, 2)
-    with Refusing(), pytest.raises(SettingError, match="1x1 transposed convolution"):
-        layer(torch.randn(1, 5, 4, 4))
+@pytest.mark.parametrize(
+    ("has", "newest", "expected"),
+    [
+        ({"avx2", "avx512_f"}, None, 16),
+        ({"avx2", "avx512_f"}, "AVX512_CORE", 16),
+        ({"avx2", "avx512_f"}, "avx2", 8),
+        ({"avx2", "avx512_f"}, "AVX", 0),
+        ({"avx2"}, None, 8),
+        ({"neon"}, None, 0),
+    ],
+)
+def test_as_many_channels_are_guarded_as_the_kernels_of_the_processor_take_together(
+    has: set[str], newest: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: dict.fromkeys(has, True))
+    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if newest:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", newest)
+    assert block() == expected
 
 
 _TRAIN = """
@@ -122,13 +105,71 @@ print("sound")
 """
 
 
-@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
-def test_narrow_networks_train_without_damage_under_heap_checks(kernel_sweep: ModuleType, isa: str) -> None:
+# A 1x1 convolution with a stride is a product with a matrix at every so many pixels: no kernel of a convolution.
+_GRADIENTS = """
+import sys
+from itertools import product
+import torch
+from torch.nn import functional as F
+import fedstill.core.weights
+torch.set_num_threads(int(sys.argv[1]))
+for dims, transposed, channels, stride, last in product((1, 2), (False, True), (1, 3, 7, 12), (2, 3), (False, True)):
+    for needed in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
+        few, many = (channels, 5) if not transposed else (5, channels)
+        sides = (96, 96) if dims == 2 else (6000,)
+        x = torch.randn(3, *sides, few).movedim(-1, 1) if last else torch.randn(3, few, *sides)
+        weight = torch.randn((few, many) if transposed else (many, few))
+        bias = torch.randn(many)
+        single = [t.clone().requires_grad_(on) for t, on in zip((x, weight, bias), needed)]
+        double = [t.double().requires_grad_(on) for t, on in zip((x, weight, bias), needed)]
+        name = "conv_transpose" if transposed else "conv"
+        even = {"output_padding": stride - 1} if transposed else {}
+        ours = getattr(F, f"{name}{dims}d")(
+            single[0], single[1].reshape(*weight.shape, *[1] * dims), single[2], stride, **even
+        )
+        counts = (..., *[slice(None, None, stride)] * dims)
+        if transposed:
+            theirs = torch.zeros(ours.shape, dtype=torch.float64)
+            theirs[counts] = torch.einsum("bi...,io->bo...", double[0], double[1])
+        else:
+            theirs = torch.einsum("bi...,oi->bo...", double[0][counts], double[1])
+        theirs = theirs + double[2].reshape(-1, *[1] * dims)
+        toward = torch.randn(ours.shape)
+        (ours * toward).sum().backward()
+        (theirs * toward).sum().backward()
+        for a, b, on in zip(single, double, needed):
+            assert not on or torch.allclose(a.grad.double(), b.grad, rtol=1e-3, atol=1e-2)
+print("sound")
+"""
+
+
+def under_heap_checks(kernel_sweep: ModuleType, isa: str, *words: str | Path) -> None:
+    """Run Python on this: damage to memory ends it before it says "sound"."""
     checks = {"LD_PRELOAD": kernel_sweep.CHECKS, "MALLOC_CHECK_": "3", "ONEDNN_MAX_CPU_ISA": isa}
     child = subprocess.run(
-        [sys.executable, "-c", _TRAIN], env=os.environ | checks, capture_output=True, text=True, check=False
+        [sys.executable, *words], env=os.environ | checks, capture_output=True, text=True, check=False
     )
-    assert child.stdout == "sound\n", f"exit code {child.returncode}: {child.stderr}"
+    assert child.stdout.endswith("sound\n"), f"exit code {child.returncode}: {child.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
+def test_narrow_networks_train_without_damage_under_heap_checks(kernel_sweep: ModuleType, isa: str) -> None:
+    under_heap_checks(kernel_sweep, isa, "-c", _TRAIN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("isa", "threads"), [("AVX2", "1"), ("AVX512_CORE", "1"), ("AVX512_CORE", "2")])
+def test_every_narrow_convolution_has_the_gradients_of_a_product_of_matrices(
+    kernel_sweep: ModuleType, isa: str, threads: str
+) -> None:
+    under_heap_checks(kernel_sweep, isa, "-c", _GRADIENTS, threads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", narrow_networks.NETWORKS)
+def test_no_users_network_damages_memory_however_it_is_written(kernel_sweep: ModuleType, name: str) -> None:
+    under_heap_checks(kernel_sweep, "AVX2", narrow_networks.__file__, name)
 
 
 @pytest.mark.slow
@@ -137,9 +178,13 @@ def test_the_sweep_sees_damage_where_there_is_some_and_none_where_there_is_none(
         kernel_sweep.Case(channels, 16, kernel, 2, 1, 32, "channels_last", "float32")
         for channels, kernel in ((4, 1), (8, 1), (4, 3))
     )
+    line, cube = (
+        kernel_sweep.Case(1, 16, 1, 2, 1, size, "channels_last", "float32", shape=shape)
+        for shape, size in (("line", 1020), ("cube", 12))
+    )
     assert not kernel_sweep.sweep([wide, slow], "AVX2")
     if _can_avx2():
-        assert list(kernel_sweep.sweep([slow, narrow, wide], "AVX2")) == [narrow]
+        assert list(kernel_sweep.sweep([slow, narrow, cube, wide, line], "AVX2")) == [narrow, line]
 
 
 def _can_avx2() -> bool:

@@ -405,14 +405,6 @@ def test_folder_per_client_gives_owners(tmp_path: Path) -> None:
     assert (len(data.train), len(data.test), data.test.client) == (40, 1, None)
 
 
-def test_images_of_different_sizes_need_image_size(tmp_path: Path) -> None:
-    for i in range(6):
-        write_image(tmp_path / "a" / f"{i}.png", np.full((8 + i, 8, 3), 7, np.uint8))
-    with pytest.raises(DataError, match="set image_size"):
-        load(str(tmp_path))
-    assert load(str(tmp_path), image_size=8).shape == (3, 8, 8)
-
-
 def test_a_damaged_image_is_named(tmp_path: Path) -> None:
     for i in range(5):
         write_image(tmp_path / "a" / f"{i}.png", noise(8, 8, 3))

@@ -22,6 +22,7 @@ from fedstill.data import Dataset, cache, describe, download, load, names, sourc
 from fedstill.data.download import Download, fetch
 from fedstill.data.formats import arrays
 from fedstill.data.formats.decoded import Decoded
+from fedstill.data.published import SOURCES
 
 
 @pytest.fixture(autouse=True)
@@ -96,13 +97,13 @@ def test_unknown_names_are_answered_with_near_ones() -> None:
         load("cifar-10")
 
 
-@pytest.mark.parametrize("name", list(sources.SOURCES))
+@pytest.mark.parametrize("name", list(SOURCES))
 def test_missing_files_say_what_from_where_and_to_where(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError) as caught:
         load(name, tmp_path)
     message = str(caught.value)
     assert "\n" not in message
-    assert any(file in message for layout in sources.SOURCES[name].layouts for file in layout)
+    assert any(file in message for layout in SOURCES[name].layouts for file in layout)
     assert "http" in message
     assert str(tmp_path / name) in message
 
@@ -308,8 +309,8 @@ def test_an_archive_that_reaches_outside_its_folder_is_not_obeyed(tmp_path: Path
 def test_load_downloads_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = bytes([1, 7]) + bytes(3072)
     archive = tar_of({f"cifar-100-binary/{part}.bin": record for part in ("train", "test")})
-    source = replace(sources.SOURCES["cifar100"], downloads=(published(tmp_path / "c.tar.gz", archive),))
-    monkeypatch.setitem(sources.SOURCES, "cifar100", source)
+    source = replace(SOURCES["cifar100"], downloads=(published(tmp_path / "c.tar.gz", archive),))
+    monkeypatch.setitem(SOURCES, "cifar100", source)
     with pytest.raises(DataError, match="FEDSTILL_OFFLINE is set"):
         load("cifar100", tmp_path / "data")
     monkeypatch.delenv("FEDSTILL_OFFLINE")
@@ -320,8 +321,8 @@ def test_load_downloads_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_failing_download_falls_through_to_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = Download((tmp_path / "gone.tar.gz").as_uri(), "0" * 32)
-    source = replace(sources.SOURCES["cifar100"], downloads=(gone,))
-    monkeypatch.setitem(sources.SOURCES, "cifar100", source)
+    source = replace(SOURCES["cifar100"], downloads=(gone,))
+    monkeypatch.setitem(SOURCES, "cifar100", source)
     monkeypatch.delenv("FEDSTILL_OFFLINE")
     with pytest.raises(DataError, match=r"cifar-100-binary/train\.bin.* put it in .*download of .* failed"):
         load("cifar100", tmp_path / "data")

@@ -169,7 +169,8 @@ def test_federation_from_client_arrays() -> None:
     [
         ([], "no clients"),
         ([(np.zeros((2, 3)), np.zeros(3, int))], "one label for each sample"),
-        ([(np.zeros((2, 3)), np.zeros(2))], "whole numbers"),
+        ([(np.zeros((2, 3)), np.array([0.5, 1]))], "labels of client 0: labels are measurements"),
+        ([np.zeros((2, 3))], "client 0 is a ndarray; give a .samples, labels. pair"),
         (
             [(np.zeros((2, 3)), np.zeros(2, int)), (np.zeros((0, 3)), np.zeros(0, int))],
             "client 1 has no samples",

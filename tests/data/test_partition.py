@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedstill.core.errors import DataError, SettingError
-from fedstill.data.partition import defaults, long_tail, names, partition, random_ranks, regions, subsample
+from fedstill.data.partition import defaults, long_tail, names, partition, regions, subsample
+from fedstill.data.partition_draws import random_ranks
 from support.runs import lines_run
 
 CIFAR = np.repeat(np.arange(10), 5000)

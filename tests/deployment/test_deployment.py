@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import fedstill
 from fedstill.building.config import resolve
@@ -48,11 +50,11 @@ class Trial:
         self.running.append(process)
         return process
 
-    def join(self, name: str, key: str = "", folder: str = "") -> subprocess.Popen[bytes]:
+    def join(self, name: str, key: str = "", folder: str = "", *words: str) -> subprocess.Popen[bytes]:
         place = ["--directory", folder] if folder else []
         key = key or f"keys/sites/{name}"
         return self.start(
-            "join", f"127.0.0.1:{self.port}", "--key", key, "--ca", "keys/ca.pem", *place, *ALLOWED,
+            "join", f"127.0.0.1:{self.port}", "--key", key, "--ca", "keys/ca.pem", *place, *ALLOWED, *words,
             log=f"{name}.log",
         )  # fmt: skip
 
@@ -131,6 +133,22 @@ def test_three_sites_come_to_the_bits_of_a_run_on_one_machine(
     assert [[r[n] for n in numbers] for r in there] == [[r[n] for n in numbers] for r in here]
 
 
+def test_sites_get_the_final_model_and_one_that_came_for_a_single_run_ends(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, free_port())
+    try:
+        words = [word for name in NAMES for word in ("--site", name)]
+        assert trial.start("keys", "keys", *words, "--host", "127.0.0.1", log="keys.log").wait(PATIENCE) == 0
+        sites = [trial.join(name, "", "", "--once") for name in NAMES]
+        trial.ends_well(trial.serve("run", "fedavg", rounds=1), "run")
+        assert [site.wait(PATIENCE) for site in sites] == [0, 0, 0]
+    finally:
+        trial.stop()
+    for name in NAMES:
+        assert "finished: the model is in" in trial.log(name)
+        ours, theirs = (load_file(trial.folder / f / "model.safetensors") for f in (f"site-{name}", "run"))
+        assert all(torch.equal(ours[part], theirs[part]) for part in theirs)
+
+
 def test_a_killed_server_and_a_killed_site_go_on_where_they_were(trial: Trial) -> None:
     server = trial.serve("killed", "scaffold", rounds=5)
     until(lambda: len(records(trial.folder / "killed")) >= 1)
@@ -170,7 +188,7 @@ def test_a_site_that_dies_and_a_stranger_hold_up_nobody(trial: Trial) -> None:
     found = records(trial.folder / "faults")
     assert found[0]["dropped"] == 0
     assert {r["clients"] - r["dropped"] for r in found} >= {2, 3}
-    assert "client 2 dropped" in (trial.folder / "faults/log.txt").read_text()
+    assert "client west dropped" in (trial.folder / "faults/log.txt").read_text()
     trial.running[3] = trial.join("west")
 
 

@@ -29,7 +29,7 @@ from fedstill.methods.fedavg import FedAvg
 from fedstill.metrics.records import RoundRecord
 from fedstill.running import judging, retries
 from fedstill.running.callbacks import Callback, RunView
-from fedstill.running.judging import Held, Judge
+from fedstill.running.judging import AnswerBuffer, Judge
 from fedstill.running.uplinks import RoundFailed
 from support.sites import NAMES, SETTINGS, Silence, Wire, served, weights
 
@@ -192,7 +192,7 @@ def test_an_absurd_update_is_dropped_and_changes_nothing_else(tmp_path: Path, me
     without = served(alone, tmp_path / "without/run", method, rounds=1)
     result = served(Lying(tmp_path / "with", scaled(1e20)), tmp_path / "with/run", method, rounds=1)
     assert [r["dropped"] for r in result.records] == [1]
-    assert "client 1 dropped: its update of" in log(tmp_path / "with/run")
+    assert "client south dropped: its update of" in log(tmp_path / "with/run")
     assert result.records[0]["accuracy"] == without.records[0]["accuracy"]
 
 
@@ -243,7 +243,7 @@ def test_a_norm_that_overflows_is_a_fault_by_itself() -> None:
 
 def test_many_answers_wait_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "_IN_MEMORY", 50)
-    held = Held()
+    held = AnswerBuffer()
     for k in range(5):
         held.add({"model": torch.full((4,), float(k))})
     assert sum(isinstance(answer, dict) for answer in held._answers) == 3
@@ -395,11 +395,11 @@ def test_a_hung_site_holds_a_round_and_an_evaluation_no_longer_than_the_wait_aft
     assert [r["untested"] for r in result.records] == [["south"]] * 2
 
 
-def test_without_a_wait_of_its_own_a_hung_site_has_all_the_time_only_once(
+def test_without_a_wait_of_its_own_a_hung_site_has_ten_times_as_long_as_the_others_from_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wire, _ = hung(tmp_path, monkeypatch, None)
-    assert wire.waited == [600.0, 600.0, 30.0, 30.0], "of training and of testing"
+    assert wire.waited == [30.0] * 4, "of training and of testing"
 
 
 def test_a_round_waits_for_as_many_as_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,15 +407,51 @@ def test_a_round_waits_for_as_many_as_it_needs(tmp_path: Path, monkeypatch: pyte
         hung(tmp_path, monkeypatch, 7.0, min_clients=3, round_retries=0)
 
 
-def test_slow_sites_are_waited_for_ten_times_as_long_as_they_took() -> None:
+def test_sites_are_waited_for_ten_times_the_median_of_the_others() -> None:
     waits = waiting.ResponseTimes(None)
-    waits.add("Train", "slow", 40.0)
+    for name, seconds in {"quick": 1.0, "usual": 8.0, "slow": 9.0, "slowest": 400.0}.items():
+        waits.add("Train", name, seconds)
+    found = {name: waits.allowance("Train", name, 5) for name in ("quick", "usual", "slowest", "silent")}
+    assert found == {"quick": 90.0, "usual": 90.0, "slowest": 80.0, "silent": 90.0}
+    assert waits.allowance("Score", "quick", 5) == math.inf, "of which nothing is known yet"
+    assert waits.allowance("Train", "silent", 8) == math.inf, "four of eight are not most"
+    waits.finish("Train", ["silent"])
+    assert waits.allowance("Train", "silent", 8) == 90.0, "it had its time"
+
+
+def test_of_two_sites_the_first_is_no_measure_for_the_other_until_both_were_asked_once() -> None:
+    waits = waiting.ResponseTimes(None)
     waits.add("Train", "quick", 1.0)
-    waits.add("Train", "other", 2.0)
-    waits.finish("Train", ["slow", "quick", "other", "silent"])
-    found = {name: waits.allowance("Train", name) for name in ("slow", "quick", "silent")}
-    assert found == {"slow": 400.0, "quick": 30.0, "silent": 30.0}
-    assert waits.allowance("Score", "quick") == math.inf
+    assert waits.allowance("Train", "slow", 2) == math.inf
+    waits.add("Train", "slow", 500.0)
+    waits.finish("Train", ["quick", "slow"])
+    assert waits.allowance("Train", "slow", 2) == 30.0
+    assert waits.allowance("Train", "quick", 2) == 5000.0
+
+
+def test_a_site_that_answers_as_late_as_it_may_gets_no_more_time_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = held_by_a_late_site(monkeypatch, rounds=6)
+    assert held == pytest.approx([31.9] * 6), "2 s of the others, and 30 s from then on"
+
+
+def held_by_a_late_site(monkeypatch: pytest.MonkeyPatch, rounds: int) -> list[float]:
+    """How long each round takes if five sites answer after 2 s, and one at the last moment; `--timeout` is 600."""
+    clock, held, sites = [0.0], [], ["a", "b", "c", "d", "e", "late"]
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    times = waiting.ResponseTimes(None)
+    for _ in range(rounds):
+        start = clock[0]
+        deadline = waiting.RequestDeadline(times, "Train", sites, least=1)
+
+        def answers(start: float = start, deadline: Any = deadline) -> Iterator[tuple[str, Any]]:
+            clock[0] = start + 2
+            yield from ((site, {}) for site in sites[:-1])
+            clock[0] = min(deadline.moment(), start + 600) - 0.1
+            yield "late", {}
+
+        list(deadline.watch(answers()))
+        held.append(clock[0] - start)
+    return held
 
 
 def test_the_link_stops_waiting_when_it_is_over() -> None:

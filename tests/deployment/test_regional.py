@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import fedstill
 from fedstill.core.tree import Tree
@@ -18,7 +17,7 @@ from fedstill.metrics.records import RoundRecord
 from fedstill.running.callbacks import Callback, RunView
 from support.regions import SETTINGS, SITES, Wire, World, alone, served
 from support.runs import slow
-from support.sites import weights
+from support.sites import MALFORMED, weights
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +54,17 @@ def test_regions_come_to_the_bits_of_a_run_on_one_machine(
     assert here.summary["bytes_down"] == there.summary["bytes_down"]
 
 
+@pytest.mark.slow
+def test_regions_pass_on_what_their_sites_count_by_class_and_how_classes_count(tmp_path: Path) -> None:
+    names = fedstill.load("fashion-mini").classes
+    settings: dict[str, Any] = {"metrics": ["balanced_accuracy", "macro_f1"], "max_share": 1.0}
+    settings |= {"class_weight": {name: 1.0 + i for i, name in enumerate(names)}}
+    there = served(World(tmp_path), tmp_path / "served", "fedavg+f2l", **settings)
+    here = alone(tmp_path / "alone", "fedavg+f2l", **settings)
+    assert weights(tmp_path / "served") == weights(tmp_path / "alone")
+    assert there.records[-1]["metrics"] == pytest.approx(here.records[-1]["metrics"])
+
+
 class Killed(Exception):
     pass
 
@@ -82,7 +92,7 @@ def test_a_regional_server_that_was_killed_in_the_middle_of_an_episode_goes_on(t
     alone(tmp_path / "alone", "scaffold+f2l", rounds=6)
     assert [r["round"] for r in result.records] == [2, 4, 6]
     assert weights(tmp_path / "served") == weights(tmp_path / "alone")
-    trained = [body["round"] for _, body in again.sites["east"].asked if body and body["kind"] == "Train"]
+    trained = [body["round"] for _, body in again.sites["east"].requests if body and body["kind"] == "Train"]
     assert min(trained) == 4, "rounds that are done are not done again"
 
 
@@ -119,9 +129,7 @@ def test_a_region_and_a_site_that_come_late_take_part_from_then_on(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda a: {"message": {"model": a["message"]["model"][:-1]}}, "has shape"),
-        (lambda a: {"message": {"weights": a["message"]["model"]}}, "it holds"),
-        (lambda a: {"message": {"model": a["message"]["model"] * torch.nan}}, "not finite"),
+        *MALFORMED,
         (lambda a: {"metrics": {"clients": "three"}}, "metrics are not numbers"),
     ],
 )

@@ -245,10 +245,10 @@ def test_data_that_train_tell_neither_names_nor_texts(
 ) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    classes = fedstill.load("fashion-mini").classes[:2]
+    classes = fedstill.load_dataset("fashion-mini").classes[:2]
     own = images(*[f"train/{c}/{MARKER}-{i}.png" for c in classes for i in range(9)])(home)
     check(*run(tmp_path / "a", own), caplog)
-    labels = fedstill.load("glosses-mini").classes[:2]
+    labels = fedstill.load_dataset("glosses-mini").classes[:2]
     rows = [f"{MARKER} {i},{labels[i % 2]},{MARKER}{i % 3}" for i in range(20)]
     own = csv("text,label,client", *rows)(home)
     nodes, out = run(tmp_path / "b", own, **TEXT)

@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"} | {
 def question(run: dict[str, Any] | None = None, **settings: Any) -> Tree:
     """What a server first asks of a site."""
     config = resolve(SETTINGS | settings).toml()
-    dataset = fedstill.load("fashion-mini", image_size=16)
+    dataset = fedstill.load_dataset("fashion-mini", image_size=16)
     told = {
         "number": "0123456789abcdef", "config": config, "clients": 2, "client": 0, "checkpoint": 0, "steps": [],
         "frozen": [], "tokenizer": "", "classes": list(dataset.classes), "shape": list(dataset.shape),
@@ -116,6 +116,23 @@ def test_no_file_that_a_server_names_is_opened_or_run(tmp_path: Path, named: dic
     asked["run"]["config"] = tomli_w.dumps(SETTINGS | filled)
     refused(asked, tmp_path, Code.FILE_NAMED)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("field", ["method", "model", "data", "proxy", "region.method"])
+@pytest.mark.parametrize("own", ["method", "model", "data"])
+def test_a_file_of_the_sites_own_is_for_its_field_alone(tmp_path: Path, field: str, own: str) -> None:
+    import tomli_w
+
+    given = LocalInputs(**{own: f"{tmp_path}/mine.py:it"})
+    settings = {"region": [{"method": f"{tmp_path}/mine.py:it"}]} if "." in field else {field: f"{tmp_path}/mine.py:it"}
+    try:
+        given.config(tomli_w.dumps(SETTINGS | settings))
+        code = None
+    except Refusal as refusal:
+        code = refusal.code
+    except SettingError:  # there is no such file: it would have been opened
+        code = None
+    assert code == (None if field.removeprefix("region.") == own else Code.FILE_NAMED)
 
 
 def test_a_servers_folder_and_device_are_not_the_sites(tmp_path: Path) -> None:
@@ -326,7 +343,7 @@ def test_both_ends_write_down_the_same_digests(tmp_path: Path) -> None:
     received = [json.loads(line) for line in (tmp_path / "run" / RECEIVED).read_text().splitlines()]
     theirs = [line for line in received if line["site"] == "north"]
     assert [line["sha256"] for line in ours] == [line["sha256"] for line in theirs]
-    assert [line["request"] for line in ours] == ["Join", "Train", "Score"]
+    assert [line["request"] for line in ours] == ["Join", "Train", "Score", "Finish"]
     assert ours[1]["round"] == 1
     assert [(part["name"], part["kind"]) for part in ours[1]["parts"]] == [
         ("model", "weights"),
@@ -361,7 +378,7 @@ def test_a_decoded_copy_is_its_owners_alone_and_can_be_deleted(tmp_path: Path, m
     np.savez(tmp_path / "mine.npz", x=np.zeros((20, 8, 8, 3), np.uint8), y=np.arange(20) % 4)
     before = os.umask(0o022)
     try:
-        fedstill.load(str(tmp_path / "mine.npz"))
+        fedstill.load_dataset(str(tmp_path / "mine.npz"))
     finally:
         os.umask(before)
     files = [folder, *folder.rglob("*")]
@@ -371,7 +388,7 @@ def test_a_decoded_copy_is_its_owners_alone_and_can_be_deleted(tmp_path: Path, m
     assert entry.source == str(tmp_path)
     assert entry.bytes > 20 * 8 * 8 * 3
     entry.path.chmod(0o755)  # as an older version left it
-    fedstill.load(str(tmp_path / "mine.npz"))
+    fedstill.load_dataset(str(tmp_path / "mine.npz"))
     assert stat.S_IMODE(entry.path.stat().st_mode) == 0o700
     assert str(tmp_path) in "".join(commandline.fedstill("cache").out.split())
     assert "deleted 0 copies" in commandline.fedstill("cache", "--clear", "--older-than", "1").out
@@ -386,8 +403,8 @@ def test_copies_that_nobody_uses_expire(tmp_path: Path, monkeypatch: pytest.Monk
         if name == "new":
             os.utime(cache.entries()[0].path / "meta.json", (0, 0))
         np.savez(tmp_path / f"{name}.npz", x=np.zeros((20, 4), np.float32), y=np.arange(20) % (2 + len(name)))
-        fedstill.load(str(tmp_path / f"{name}.npz"))
-        fedstill.load(str(tmp_path / f"{name}.npz"))
+        fedstill.load_dataset(str(tmp_path / f"{name}.npz"))
+        fedstill.load_dataset(str(tmp_path / f"{name}.npz"))
     assert len(cache.entries()) == 1
 
 

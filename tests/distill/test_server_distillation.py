@@ -1,10 +1,10 @@
-"""The shared server stage, and what the methods on it reduce to."""
+"""Server-side methods in runs: the same bits, composition, state, what is refused."""
 
 from __future__ import annotations
 
 import copy
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,73 +13,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import fedstill
-from fedstill.building.config import resolve
-from fedstill.building.setup import Setup, prepare
-from fedstill.core.store import Store
-from fedstill.data.proxy import match_channels
 from fedstill.distill import stage
-from fedstill.distill.auxiliary import Generator
-from fedstill.distill.ensemble import diversity, label_weights, normalised
-from fedstill.distill.generators import ConditionalGenerator, ShrinkingGenerator, TransposedGenerator
 from fedstill.methods import registry
-from fedstill.methods.base import Part, Server, Uplink, fault
-from fedstill.methods.ccvr import pooled
-from fedstill.methods.ccvr import root as ccvr_root
-from fedstill.methods.creff import CReFF, flat, unflat
+from fedstill.methods.base import Part, fault
 from fedstill.methods.dafkd import DaFKD
 from fedstill.methods.fedhyb import FedHyb
-from fedstill.running.directory import RunDirectory
 from fedstill.train.evaluate import Outputs, predict
-from fedstill.train.loop import Batch, Loss
 from fedstill.train.task import Samples, Task
+from support.distilling import POOL, SHORT, fed, small_setup
 from support.runs import SMALL, RunSmall, numbers, weights
-
-POOL = {"pool": 0.2, "proxy": "pool"}
-SHORT: dict[str, dict[str, Any]] = {
-    "feddf": {"server_steps": 3},
-    "dafkd": {"batches": 2, "server_batch": 8, "z_dim": 4},
-    "fedhyb": {},
-    "fedgen": {"generator_steps": 3},
-    "fedftg": {"iterations": 1, "server_batch": 4},
-    "fedbe": {"server_epochs": 1, "samples": 2},
-    "fedmd": {},
-    "fedhkd": {},
-    "creff": {"match_steps": 2, "retrain_epochs": 5, "features": 4, "draws": 2},
-}
-
-
-def small_setup(method: str, **settings: Any) -> Setup:
-    return prepare(resolve({**SMALL, **POOL, "method": method, **settings}))
-
-
-def fed(setup: Setup, tmp_path: Path, clients: int = 3) -> tuple[Server, list[Uplink]]:
-    """A server in round 2, and what some clients answer to what it sends."""
-    server = Server(setup.task, setup.federation.sizes, Store(tmp_path / "server"), setup.pool())
-    setup.method.start(server)
-    server.round = 2
-    g = torch.Generator().manual_seed(5)
-    wire = setup.method.wire(setup.task)
-    ups = []
-    for k in range(clients):
-        message = {name: torch.rand(part.shape, generator=g).to(part.dtype) for name, part in wire.up.items()}
-        message["model"] = server.model + 0.05 * torch.randn(len(server.model), generator=g)
-        ups.append(Uplink(k, 10 + k, message))
-    return server, ups
-
-
-def targets_of(monkeypatch: pytest.MonkeyPatch, method: str) -> list[torch.Tensor]:
-    """The soft targets that a method's server stage is about to match."""
-    seen: list[torch.Tensor] = []
-
-    def noting(targets: torch.Tensor, temperature: float = 1.0) -> Loss:
-        seen.append(targets)
-        return stage.match_probabilities(targets, temperature)
-
-    monkeypatch.setattr(f"fedstill.methods.{method}.match_probabilities", noting)
-    return seen
 
 
 def test_teachers_are_asked_on_several_threads_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,17 +202,6 @@ def test_proxy_data_may_come_from_python_and_not_from_the_clients_own(run_small:
         run_small("feddf", proxy="fashion-mini")
 
 
-def test_grey_of_colours_between_0_and_1_is_not_rounded() -> None:
-    grey = match_channels(torch.rand(2, 3, 4, 4), 1)
-    assert ((grey > 0.01) & (grey < 0.99)).any()
-
-
-def test_ccvr_survives_clients_that_send_what_is_no_covariance() -> None:
-    bad = torch.tensor([[1.0, 3.0], [3.0, 1.0]], dtype=torch.float64)  # an eigenvalue of -2
-    L = ccvr_root(bad)
-    torch.testing.assert_close(L @ L.T, torch.full((2, 2), 2.0).double(), rtol=1e-5, atol=1e-5)
-
-
 def test_what_is_sent_after_the_last_round_is_counted(run_small: RunSmall) -> None:
     plain, calibrated = run_small("fedavg"), run_small("fedavg+ccvr")
     setup = small_setup("fedavg+ccvr")
@@ -342,238 +275,8 @@ def test_each_teacher_sees_each_server_sample_once_a_round(
     assert len(set(asked)) == 1
 
 
-def test_feddf_matches_the_softmax_of_the_mean_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = small_setup("feddf", server_steps=1)
-    server, ups = fed(setup, tmp_path)
-    assert setup.task.proxy is not None
-    logits = [predict(setup.task, up["model"], setup.task.proxy).logits.double().numpy() for up in ups]
-    mean = np.mean(logits, axis=0)
-    expected = np.exp(mean) / np.exp(mean).sum(1, keepdims=True)
-    seen = targets_of(monkeypatch, "feddf")
-    setup.method.aggregate(server, iter(ups))
-    np.testing.assert_allclose(seen[0].numpy(), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_ensemble_weights_against_a_loop() -> None:
-    g = torch.Generator().manual_seed(0)
-    answers = [Outputs(torch.randn(4, 3, generator=g), torch.randn(4, 2, generator=g)) for _ in range(3)]
-    alpha = torch.rand(3, 4, generator=g)
-    found = stage.mean_probabilities(answers, normalised(alpha)).numpy()
-    for i in range(4):
-        total = sum(float(alpha[k, i]) for k in range(3))
-        expected = np.zeros(3)
-        for k in range(3):
-            z = answers[k].logits[i].double().numpy()
-            expected += float(alpha[k, i]) / total * np.exp(z) / np.exp(z).sum()
-        np.testing.assert_allclose(found[i], expected, rtol=1e-5)
-    np.testing.assert_allclose(
-        stage.mean_features(answers).numpy(), np.mean([a.features.numpy() for a in answers], axis=0), rtol=1e-6
-    )
-
-
-def test_correlation_factors_sum_to_one_and_fall_back_to_uniform() -> None:
-    alpha = torch.tensor([[0.2, 0.0, 1.0], [0.6, 0.0, 0.0]])
-    found = normalised(alpha)
-    torch.testing.assert_close(found.sum(0), torch.ones(3))
-    torch.testing.assert_close(found[:, 0], torch.tensor([0.25, 0.75]))
-    torch.testing.assert_close(found[:, 1], torch.tensor([0.5, 0.5]))
-
-
-def test_a_constant_discriminator_gives_the_uniform_ensemble(tmp_path: Path) -> None:
-    models = {}
-    _, ups = fed(small_setup("dafkd", **SHORT["dafkd"]), tmp_path)
-    for up in ups:
-        up["discriminator"].zero_()  # says 1/2 of everything
-    for variant in ("full", "no-correlation"):
-        setup = small_setup("dafkd", variant=variant, **SHORT["dafkd"])
-        server, _ = fed(setup, tmp_path)
-        setup.method.aggregate(server, iter(ups))
-        models[variant] = server.model
-    torch.testing.assert_close(models["full"], models["no-correlation"], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_in_the_private_variant_no_discriminator_leaves_a_client(run_small: RunSmall) -> None:
-    setup = small_setup("dafkd", private=True, **SHORT["dafkd"])
-    assert sorted(setup.method.wire(setup.task).up) == ["generator", "model", "predictions"]
-    result = run_small("dafkd", **POOL, **SHORT["dafkd"], private=True)
-    assert result.summary["dropped"] == 0
-    assert not torch.equal(weights(result), weights(run_small("dafkd", **POOL, variant="no-distill")))
-
-
-def test_private_targets_are_the_correlation_weighted_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = small_setup("dafkd", private=True, **SHORT["dafkd"])
-    server, ups = fed(setup, tmp_path)
-    g = torch.Generator().manual_seed(1)
-    n, c = ups[0]["predictions"].shape
-    alphas = torch.rand(len(ups), n, generator=g)
-    soft = torch.randn(len(ups), n, c, generator=g).softmax(2)
-    for up, alpha, p in zip(ups, alphas, soft, strict=True):
-        up.message["predictions"] = alpha.unsqueeze(1) * p
-    seen = targets_of(monkeypatch, "dafkd")
-    setup.method.aggregate(server, iter(ups))
-    expected = (alphas.unsqueeze(2) * soft).sum(0) / alphas.sum(0).unsqueeze(1)
-    torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_logits_may_be_averaged_and_matched_at_a_temperature() -> None:
-    """The softmax of the weighted mean logits over T, and T² KL: by NumPy."""
-    g = np.random.default_rng(0)
-    said, weight, student = g.normal(size=(3, 5, 4)), g.dirichlet(np.ones(3), 5).T, g.normal(size=(5, 4))
-    answers = [Outputs(torch.from_numpy(k), torch.zeros(5, 0)) for k in said]
-
-    def softmax(z: Any) -> Any:
-        return np.exp(z) / np.exp(z).sum(-1, keepdims=True)
-
-    mean = (weight[:, :, None] * said).sum(0)
-    p, q = softmax(mean / 20), softmax(student / 20)
-    ours = stage.mean_logits(answers, torch.from_numpy(weight))
-    np.testing.assert_allclose(ours.numpy(), mean)
-    loss = stage.match_probabilities(torch.from_numpy(p), 20.0)
-    batch = Batch(torch.zeros(0), torch.zeros(0), torch.arange(5))
-    found = loss(batch, Outputs(torch.from_numpy(student), torch.zeros(5, 0)))
-    assert float(found) == pytest.approx(400 * (p * np.log(p / q)).sum(1).mean())
-
-
-@pytest.mark.slow
-def test_dafkd_can_match_logits(run_small: RunSmall) -> None:
-    by_logits = run_small("dafkd", **POOL, **SHORT["dafkd"], logit_T=20.0)
-    assert not torch.equal(weights(by_logits), weights(run_small("dafkd", **POOL, **SHORT["dafkd"])))
-    with pytest.raises(fedstill.SettingError, match="private"):
-        run_small("dafkd", private=True, logit_T=20.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["no-sharing", "full"])
-def test_generated_samples_leave_no_trace_in_a_clients_statistics(run_small: RunSmall, variant: str) -> None:
-    """BatchNorm counts one batch a step; without sharing, the classifier trains as in FedAvg, bit for bit."""
-    settings = {"model": "resnet8", "model_options": {"norm": "batch", "width": 4}, "rounds": 1, "participation": 0.1}
-    plain = run_small("fedavg", **settings).model.state_dict()
-    ours = run_small("dafkd", variant=variant, **settings).model.state_dict()
-    counts = [name for name in plain if name.endswith("num_batches_tracked")]
-    assert counts
-    assert all(torch.equal(plain[name], ours[name]) for name in counts)
-    assert all(torch.equal(plain[name], ours[name]) for name in plain) == (variant == "no-sharing")
-
-
 def test_a_variant_may_be_written_as_a_number() -> None:
     assert registry.make("fedhyb", {"variant": 1}) == registry.make("fedhyb", {"variant": "1"})
-
-
-def test_a_client_that_leaves_its_predictions_out_has_no_say(tmp_path: Path) -> None:
-    setup = small_setup("dafkd", private=True, **SHORT["dafkd"])
-    _, ups = fed(setup, tmp_path)
-    models = []
-    for silent in ([0], [0, 1, 2]):
-        server, _ = fed(setup, tmp_path)
-        told = [
-            Uplink(u.client, u.samples, {k: v for k, v in u.message.items() if k != "predictions"})
-            if u.client in silent
-            else u
-            for u in ups
-        ]
-        setup.method.aggregate(server, iter(told))
-        models.append(server.model)
-    average = torch.stack([up["model"] for up in ups]).double().mean(0).float()
-    torch.testing.assert_close(models[1], average, rtol=1e-5, atol=1e-7)
-    assert not torch.allclose(models[0], average, rtol=1e-5, atol=1e-7)
-
-
-class Gaussian(Generator):
-    """Draws from N(-1, 1), as constant images."""
-
-    def draw(self, count: int, noise: torch.Generator, y: Tensor | None = None) -> Tensor:
-        value = -1 + torch.randn(count, 1, 1, 1, generator=noise)
-        nothing = sum(p.sum() for p in self.net.params)
-        return value.expand(-1, 1, 4, 4) + 0 * nothing
-
-
-@dataclass(frozen=True)
-class KnownDensity(DaFKD):
-    """DaFKD whose generator has a density that is known."""
-
-    def generator(self, task: Task) -> Generator:
-        plain = super().generator(task)
-        return Gaussian(task, plain.role, plain.purpose, plain.make, plain.z_dim)
-
-
-class MeanPixel(fedstill.Classifier):
-    """A trunk that shows the one number there is in a constant image."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.feature_dim = torch.nn.Linear(1, 2), 1
-
-    def features(self, x: torch.Tensor) -> torch.Tensor:
-        return x.flatten(1).mean(1, keepdim=True)
-
-
-def test_trained_discriminators_approach_the_ratio_of_densities(tmp_path: Path) -> None:
-    """Theorem 1 on two clients with Gaussians: D_k(x) -> p_k(x) / (p_k(x) + p(x)), p the generator's density."""
-    rng, means, n = np.random.default_rng(0), (1.0, 0.0), 4000
-    clients = []
-    for mean in means:
-        value = rng.normal(mean, 1, (n, 1, 1, 1)).astype(np.float32)
-        clients.append((np.tile(value, (1, 1, 4, 4)), np.arange(n) % 2))
-    fedstill.run(
-        KnownDensity(variant="no-distill", z_dim=2),
-        data=fedstill.from_clients(clients, test_fraction=0),
-        model=MeanPixel(),
-        rounds=1, epochs=4, batch_size=200, lr=1.0, participation=1.0, engine="inline", out=tmp_path / "run",
-    )  # fmt: skip
-    x = torch.linspace(-3, 3, 13)
-    for k, mean in enumerate(means):
-        state = RunDirectory.open(tmp_path / "run", lock=False).client_store.latest(k)
-        assert state is not None
-        weight, bias = state["discriminator"]
-        own, made = (torch.exp(-((x - m) ** 2) / 2) for m in (mean, -1.0))
-        torch.testing.assert_close((weight * x + bias).sigmoid(), own / (own + made), atol=0.04, rtol=0)
-
-
-def test_fedhyb_self_distillation_against_numpy() -> None:
-    g = torch.Generator().manual_seed(0)
-    teacher, student = torch.randn(5, 4, generator=g), torch.randn(5, 4, generator=g)
-    y = torch.tensor([0, 1, 2, 3, 0])
-    t, s = teacher.double().numpy(), student.double().numpy()
-    p = np.exp(t) / np.exp(t).sum(1, keepdims=True)
-    log_q = s - np.log(np.exp(s).sum(1, keepdims=True))
-    each = (p * (np.log(p) - log_q)).sum(1)
-    ce = -log_q[np.arange(5), y.numpy()]
-    assert float(FedHyb(variant="1").weighted(teacher, student, y)) == pytest.approx(each.mean(), rel=1e-5)
-    beta = 1 / (1 + np.exp(ce.mean()))
-    assert float(FedHyb().weighted(teacher, student, y)) == pytest.approx(beta * each.mean(), rel=1e-5)
-    by_sample = (each / (1 + np.exp(ce))).mean()
-    assert float(FedHyb(beta_per_sample=True).weighted(teacher, student, y)) == pytest.approx(by_sample, rel=1e-5)
-    student.requires_grad_()
-    loss = FedHyb().weighted(teacher, student, y)
-    (grad,) = torch.autograd.grad(loss, student)
-    q = np.exp(log_q)
-    np.testing.assert_allclose(grad.numpy(), beta * (q - p) / 5, rtol=1e-4, atol=1e-7)  # beta gets no gradient
-
-
-def test_label_weights_and_diversity_against_loops() -> None:
-    counts = torch.tensor([[3.0, 0.0, 1.0], [1.0, 0.0, 4.0]])
-    found = label_weights(counts)
-    torch.testing.assert_close(found, torch.tensor([[0.75, 0.5, 0.2], [0.25, 0.5, 0.8]]))
-    z, x = torch.rand(4, 3), torch.rand(4, 2, 2)
-    total = 0.0
-    for i in range(4):
-        for j in range(4):
-            total += float(((z[i] - z[j]) ** 2).mean()) * float((x[i] - x[j]).abs().mean())
-    assert float(diversity(z, x)) == pytest.approx(np.exp(-total / 16), rel=1e-5)
-
-
-def test_generators_have_the_published_sizes() -> None:
-    def count(net: torch.nn.Module) -> int:
-        return sum(p.numel() for p in net.parameters())
-
-    assert count(ConditionalGenerator((3, 32, 32), 10)) == 682_499
-    assert count(ShrinkingGenerator((1, 28, 28))) == 328_764
-    assert round(count(TransposedGenerator((3, 32, 32))) / 1e6, 2) == 1.07
-    for net, shape in ((ShrinkingGenerator((1, 28, 28)), (1, 28, 28)), (TransposedGenerator((3, 32, 32)), (3, 32, 32))):
-        made = net(torch.randn(4, 100))
-        assert made.shape == (4, *shape)
-        assert 0 <= made.min() <= made.max() <= 1
 
 
 @pytest.mark.slow
@@ -613,71 +316,3 @@ def test_settings_that_two_joined_methods_share_are_told_apart_by_id() -> None:
     assert (made.inner.server_lr, made.server_lr) == (0.5, 0.25)
     with pytest.raises(fedstill.SettingError, match="unknown setting"):
         registry.make("dafkd+fedhyb", {"server_lr": 0.5})
-
-
-def test_ccvr_pools_to_the_covariance_of_all_samples() -> None:
-    g = torch.Generator().manual_seed(0)
-    shares = [torch.randn(n, 3, generator=g, dtype=torch.float64) + k for k, n in enumerate((5, 1, 9))]
-    ups = []
-    for k, x in enumerate(shares):
-        covariance = torch.cov(x.T) if len(x) > 1 else torch.zeros(3, 3, dtype=torch.float64)
-        message = {
-            "counts": torch.tensor([float(len(x))], dtype=torch.float64),
-            "means": x.mean(0, keepdim=True),
-            "covariances": covariance.unsqueeze(0),
-        }
-        ups.append(Uplink(k, len(x), message))
-    n, mean, covariance = pooled(iter(ups))
-    everything = torch.cat(shares).numpy()
-    assert n.tolist() == [15]
-    np.testing.assert_allclose(mean[0].numpy(), everything.mean(0), rtol=1e-12)
-    np.testing.assert_allclose(covariance[0].numpy(), np.cov(everything.T), rtol=1e-10)
-
-
-@pytest.mark.slow
-def test_ccvr_changes_the_classifier_alone_and_only_at_the_end(run_small: RunSmall) -> None:
-    plain, calibrated = run_small("fedavg", lr=0.2), run_small("fedavg+ccvr", lr=0.2)
-    assert numbers(plain) == numbers(calibrated)
-    before, after = plain.model.state_dict(), calibrated.model.state_dict()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {"head.weight", "head.bias"}
-    assert calibrated.summary["also"]["after the last exchange"]["final_loss"] < plain.records[-1]["loss"]
-    twice = run_small("fedavg+ccvr", lr=0.2, engine="process", workers=2)
-    assert torch.equal(weights(twice), weights(calibrated))
-
-
-def test_creff_matches_gradients_and_retrains_a_classifier() -> None:
-    torch.manual_seed(0)
-    head = torch.nn.Linear(5, 3)
-    method = CReFF(features=8, match_steps=150, match_lr=1.0, retrain_epochs=200, retrain_lr=0.5)
-    centres = 3 * torch.eye(3, 5)
-    real = []
-    for c in range(3):
-        loss = F.cross_entropy(head(centres[c] + 0.1 * torch.randn(50, 5)), torch.full((50,), c))
-        real.append(flat(torch.autograd.grad(loss, list(head.parameters()))))
-    start = torch.randn(3, 8, 5)
-
-    def distance(features: torch.Tensor) -> float:
-        total = 0.0
-        for c in range(3):
-            loss = F.cross_entropy(head(features[c]), torch.full((8,), c))
-            found = torch.autograd.grad(loss, list(head.parameters()))
-            for a, b in zip(found, unflat(real[c], found), strict=True):
-                rows = zip(a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1]), strict=True)
-                total += sum(float(1 - u @ v / (u.norm() * v.norm())) for u, v in rows)
-        return total
-
-    learnt = method.match(head, start, torch.stack(real), [0, 1, 2])
-    assert distance(learnt) < 0.2 * distance(start)
-    torch.manual_seed(1)
-    fresh = torch.nn.Linear(5, 3)
-    method.retrain(fresh, learnt, torch.Generator().manual_seed(0))
-    assert (fresh(centres).argmax(1) == torch.arange(3)).all()
-
-
-def test_creff_evaluates_the_re_trained_classifier_on_the_averaged_body(run_small: RunSmall) -> None:
-    plain, result = run_small("fedavg"), run_small("creff", **SHORT["creff"])
-    before, after = plain.model.state_dict(), result.model.state_dict()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {"head.weight", "head.bias"}
-    assert result.summary["also"]["before re-training"]["final_accuracy"] == plain.summary["final_accuracy"]

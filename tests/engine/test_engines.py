@@ -107,7 +107,7 @@ def test_a_killed_worker_is_replaced_and_the_bits_stay_the_same(
 
 
 @dataclass(frozen=True)
-class Meeting(fedstill.FedAvg):
+class Barrier(fedstill.FedAvg):
     """Clients who each wait until another one trains at the same time, in another process."""
 
     folder: str = ""
@@ -124,7 +124,7 @@ class Meeting(fedstill.FedAvg):
 
 
 def test_two_clients_keep_two_workers_busy(run_small: RunSmall, tmp_path: Path) -> None:
-    run_small(Meeting(folder=str(tmp_path)), clients=2, participation=1.0, rounds=2, engine="process", workers=2)
+    run_small(Barrier(folder=str(tmp_path)), clients=2, participation=1.0, rounds=2, engine="process", workers=2)
     assert {len(list((tmp_path / round_).iterdir())) for round_ in ("1", "2")} == {2}
 
 
@@ -199,7 +199,7 @@ def test_workers_that_die_between_rounds_are_replaced(tmp_path: Path, workers: i
 def test_who_is_hired_while_requests_are_dealt_gets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two workers dies between the look at who is alive and its first request of the round."""
     setup = prepare(resolve({**SMALL, "clients": 2}))
-    method = Meeting(folder=str(tmp_path))
+    method = Barrier(folder=str(tmp_path))
     worker = Worker(setup.task, setup.federation, method, Store(tmp_path / "clients"))
     with Processes(worker, 2) as engine:
         for round_ in (1, 2):
@@ -294,7 +294,7 @@ def test_no_worker_outlives_the_engine(tmp_path: Path) -> None:
 
 
 def test_the_cohort_is_the_same_for_every_method_and_largest_first() -> None:
-    federation = fedstill.federate(fedstill.load("fashion-mini"), clients=20, alpha=0.1)
+    federation = fedstill.federate(fedstill.load_dataset("fashion-mini"), clients=20, alpha=0.1)
     able = with_data(federation.sizes, np.arange(20))
     cohort = draw_cohort(federation.sizes, able, 4, seed=5, round_=3)
     assert cohort == draw_cohort(federation.sizes, able, 4, seed=5, round_=3)

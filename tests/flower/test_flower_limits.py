@@ -23,8 +23,9 @@ from flwr.proto.node_pb2 import Node
 from flwr.supercore.error import FlowerError
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 
-from fedstill.flower import superlink
 from fedstill.flower.link import Failure, Strangers
+from fedstill.flower.superlink import connections as counted
+from fedstill.flower.superlink.uploads import Uploads, only_answers
 from support.link import Trial, ask, everyone, wait
 
 pytestmark = pytest.mark.xdist_group("simulation")
@@ -129,14 +130,14 @@ class State:
 
 
 @pytest.fixture
-def state() -> tuple[State, superlink.Uploads]:
+def state() -> tuple[State, Uploads]:
     kind = type("Bounded", (State,), dict(State.__dict__))
-    uploads = superlink.Uploads(100_000)
+    uploads = Uploads(100_000)
     uploads.bound(kind)
     return kind(), uploads
 
 
-def test_answers_that_nobody_reads_make_room_for_the_next(state: tuple[State, superlink.Uploads]) -> None:
+def test_answers_that_nobody_reads_make_room_for_the_next(state: tuple[State, Uploads]) -> None:
     flower, _ = state
     for number in range(50):
         assert flower.answer(number)[0]
@@ -145,7 +146,7 @@ def test_answers_that_nobody_reads_make_room_for_the_next(state: tuple[State, su
     assert len(flower.sessions) <= 2
 
 
-def test_an_answer_ends_with_the_time_of_its_request(state: tuple[State, superlink.Uploads]) -> None:
+def test_an_answer_ends_with_the_time_of_its_request(state: tuple[State, Uploads]) -> None:
     flower, uploads = state
     now = time.time()
     flower.answer(1, until=now + 100)
@@ -156,7 +157,7 @@ def test_an_answer_ends_with_the_time_of_its_request(state: tuple[State, superli
 
 
 def test_an_object_without_a_session_and_an_answer_in_too_many_parts_are_not_stored(
-    state: tuple[State, superlink.Uploads],
+    state: tuple[State, Uploads],
 ) -> None:
     flower, _ = state
     flower.answer(1)
@@ -166,7 +167,7 @@ def test_an_object_without_a_session_and_an_answer_in_too_many_parts_are_not_sto
     assert flower.sessions == {"session 1"}
 
 
-def test_a_request_that_is_over_leaves_no_objects(state: tuple[State, superlink.Uploads]) -> None:
+def test_a_request_that_is_over_leaves_no_objects(state: tuple[State, Uploads]) -> None:
     flower, _ = state
     flower.object_store.preregister(1, ObjectTree(object_id="a" * 64))
     flower.delete_messages({"a" * 64})
@@ -176,7 +177,7 @@ def test_a_request_that_is_over_leaves_no_objects(state: tuple[State, superlink.
 @pytest.mark.parametrize(("source", "answers"), [(7, ""), (8, "a request"), (1, "")])
 def test_a_site_sends_answers_of_its_own_only(source: int, answers: str) -> None:
     passed = list[Any]()
-    push = superlink.only_answers(lambda request, state: passed.append(request))
+    push = only_answers(lambda request, state: passed.append(request))
 
     def request(source: int, answers: str) -> PushMessagesRequest:
         metadata = Metadata(src_node_id=source, reply_to_message_id=answers)
@@ -191,9 +192,9 @@ def test_a_site_sends_answers_of_its_own_only(source: int, answers: str) -> None
 @pytest.mark.parametrize(("owner", "ended"), [("a site's key", 3), ("", 0)])
 def test_beyond_its_connections_a_sites_oldest_end(owner: str, ended: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shut = list[Any]()
-    monkeypatch.setattr(superlink, "_shut", shut.append)
-    connections = superlink.Connections(1000, 600.0)
-    made = [superlink._Connection() for _ in range(superlink._MOST_CONNECTIONS + 3)]
+    monkeypatch.setattr(counted, "_shut", shut.append)
+    connections = counted.Connections(1000, 600.0)
+    made = [counted._Connection() for _ in range(counted._MOST_CONNECTIONS + 3)]
 
     async def enter() -> None:
         for port, connection in enumerate(made):

@@ -136,7 +136,17 @@ def test_a_chunk_named_many_times_counts_many_times() -> None:
 
     array = content("Array", ["a" * 64], json.dumps({"arraychunk_ids": [0] * 1000}).encode())
     with pytest.raises(ValueError, match="more than the 10,000 allowed"):
-        private._check_arrays({"b" * 64: array, "a" * 64: content("ArrayChunk", [], bytes(1000))}, 10_000)
+        private._check_sizes({"b" * 64: array, "a" * 64: content("ArrayChunk", [], bytes(1000))}, 10_000)
+
+
+def test_what_is_no_tensor_is_small_before_flower_makes_objects_of_it() -> None:
+    def content(kind: str, size: int) -> bytes:
+        return f"{kind}  {size}".encode() + b"\x00" + bytes(size)
+
+    private._check_sizes({"a": content("ArrayChunk", 5 << 20), "b": content("ConfigRecord", 1 << 20)}, 10 << 20)
+    for kind in ("ConfigRecord", "MetricRecord", "Array", "ArrayRecord", "RecordDict", "Message"):
+        with pytest.raises(ValueError, match="1,048,576 bytes beside its tensors"):
+            private._check_sizes({"a": content(kind, 2 << 20)}, 10 << 20)
 
 
 def test_unknown_sites_are_told_apart_before_anything_is_sent(link: FlowerLink) -> None:

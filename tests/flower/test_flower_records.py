@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,10 @@ JSON = {
     "a tensor named by a number": '{"model": {"$tensor": 1}}',
     "a tensor beside other keys": '{"samples": 1, "$tensor": "model"}',
     "deeper than it can be written again": "[" * 400 + "]" * 400,
+    "a tensor that is named twice": '[{"$tensor": "model"}, {"$tensor": "model"}]',
+    "a million empty dicts": "[" + ",".join(["{}"] * 1_000_000) + "]",
+    "a million values after a string of brackets": json.dumps("[" * 100)[:-1] + '\\"", ' + "1," * 1_000_000,
+    "a string without an end": '"' + '\\"' * 1_000_000,
     "a tensor named by a list": '{"model": {"$tensor": ["model"]}}',
 }
 
@@ -224,3 +229,34 @@ def test_what_is_larger_than_allowed_is_refused() -> None:
         from_records(records, most_bytes=4000)
     with pytest.raises(DataError, match="more than the 100 allowed"):
         from_records(to_records({"name": "x" * 200}), most_bytes=100)
+
+
+@pytest.mark.slow
+def test_small_messages_take_little_memory_before_they_are_refused() -> None:
+    empty = sent(GOOD)
+    empty["tree"] = ConfigRecord({"json": "[" + ",".join(["{}"] * 2_000_000) + "]"})  # 6 MB, and 150 MB as objects
+    named = {f"{i}": {"$tensor": "model"} for i in range(2000)}
+    large = npy(np.zeros(250_000, np.float32))  # 1 MB, and 2 GB if each name had its own
+    often = sent(large, shape=(250_000,))
+    often["tree"] = ConfigRecord({"json": json.dumps(named)})
+    for records in (empty, often):
+        tracemalloc.start()
+        try:
+            with pytest.raises(DataError, match=r"more than|names one twice"):
+                tree.encode(from_records(records, most_bytes=10_000_000))
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 10_000_000
+
+
+def test_text_has_a_limit_of_its_own() -> None:
+    records = to_records({"model": torch.zeros(100_000), "text": "x" * 1000})
+    assert from_records(records, most_bytes=1_000_000, most_text=2000)["text"] == "x" * 1000
+    with pytest.raises(DataError, match="characters of text, more than the 500 allowed"):
+        from_records(records, most_bytes=1_000_000, most_text=500)
+
+
+def test_brackets_and_commas_within_strings_are_no_values() -> None:
+    tokenizer = json.dumps([["a", "b\\", '"']] * 150_000)
+    assert from_records(to_records({"tokenizer": tokenizer})) == {"tokenizer": tokenizer}

@@ -76,7 +76,7 @@ def test_the_loss_a_client_sends_is_that_of_the_sent_model_on_all_its_training_d
     crossings = record_rounds(monkeypatch)
     run_small("qffl", model="mlp", model_options={"hidden": []}, rounds=2, q=0.5, epochs=2)
     names = ("clients", "alpha", "fraction")
-    dataset = fedstill.load("fashion-mini", image_size=SMALL["image_size"])
+    dataset = fedstill.load_dataset("fashion-mini", image_size=SMALL["image_size"])
     federation = fedstill.federate(dataset, seed=0, **{name: SMALL[name] for name in names})
     for crossing in crossings:
         w = crossing.down["model"].double().numpy()

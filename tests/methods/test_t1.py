@@ -127,7 +127,7 @@ def test_the_returned_model_is_the_mean_of_the_models_that_crossed_last(
     result = run_small(f"{name}+t1", cache_init=mode, seed=3, **composed(name))
     sizes = {k: n for crossing in crossings for k, n in crossing.samples.items()}
     federation = fedstill.federate(
-        fedstill.load("fashion-mini", image_size=SMALL["image_size"]),
+        fedstill.load_dataset("fashion-mini", image_size=SMALL["image_size"]),
         clients=SMALL["clients"],
         alpha=SMALL["alpha"],
         fraction=QUICK["fraction"],

@@ -302,7 +302,7 @@ def test_a_teacher_is_asked_once_a_sample_however_many_epochs_follow() -> None:
 
 
 def test_clients_that_are_tested_on_the_global_test_set_take_no_further_pass_over_it() -> None:
-    data = fedstill.load("fashion-mini")
+    data = fedstill.load_dataset("fashion-mini")
     federation = fedstill.federate(data, clients=4, fraction=0.1, alpha=0.5, local_test="matched")
     settings: dict[str, Any] = {"model": "mlp", "model_options": {"hidden": [8]}, "epochs": 1, "engine": "inline"}
     with counted() as seen:

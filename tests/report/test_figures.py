@@ -29,11 +29,13 @@ from fedstill.core.weights import FlatNet
 from fedstill.metrics.records import scalars, value_of
 from fedstill.report import style
 from fedstill.report.bars import bars
+from fedstill.report.bubbles import bubbles
 from fedstill.report.clients import clients
 from fedstill.report.confusion import confusion
 from fedstill.report.curves import curves, seed_curves
 from fedstill.report.landscape import line, plane
 from fedstill.report.runs import RunData, flat
+from fedstill.report.series import line_of
 from fedstill.report.toy import Regions, toy
 from fedstill.report.tsne import tsne
 from fedstill.studies import toy as toys
@@ -141,6 +143,14 @@ def test_a_band_reaches_one_deviation_to_both_sides_of_the_mean_or_over_the_rang
     assert top == pytest.approx(np.mean([0.2, 0.2, 0.6]) + np.std([0.2, 0.2, 0.6], ddof=1))
 
 
+def test_a_band_ends_where_no_number_can_be() -> None:
+    seeds = [[{"round": 1, "fm": a, "accuracy": 1 - a, "gain": 0.1 - a}] for a in (0.0, 0.0, 0.3)]
+    deviation = np.std([0.0, 0.0, 0.3], ddof=1)
+    assert line_of(seeds, "fm").low == [0.0], "a variance is not negative"
+    assert line_of(seeds, "accuracy").high == [1.0], "nor is a share above one"
+    assert line_of(seeds, "gain").low == pytest.approx([0.0 - deviation]), "what can be negative may be"
+
+
 def test_curves_leave_out_rounds_without_the_number_and_label_their_axes() -> None:
     records: list[dict[str, Any]] = [{"round": 1, "loss": 2.0}, {"round": 2, "loss": None}, {"round": 3, "loss": 1.0}]
     figure: Any = curves({"one": records}, io.BytesIO(), metrics=["loss", "bytes_up"], title="a title")
@@ -240,6 +250,59 @@ def test_the_same_figure_gives_the_same_bytes(tmp_path: Path) -> None:
         for file in files:
             curves(records, file, metrics=["accuracy"])
         assert files[0].read_bytes() == files[1].read_bytes()
+
+
+# --- for papers ---
+
+
+def test_a_figure_has_the_width_and_the_font_size_of_a_paper() -> None:
+    records = {"x": [{"round": r, "loss": 1 / r} for r in (1, 2)]}
+    sizes: dict[bool, list[float]] = {}
+    for paper in (False, True):
+        with style.using(style.Look(width=3.4, font_size=5.0) if paper else style.Look()):
+            figure: Any = curves(records, io.BytesIO(), metrics=["loss"], title="a title")
+        panel = figure.axes[0]
+        texts_ = [panel.xaxis.label, figure._suptitle, *panel.get_legend().get_texts(), *panel.get_xticklabels()]
+        sizes[paper] = [text.get_fontsize() for text in texts_]
+    assert figure.get_size_inches()[0] == 3.4
+    assert sizes[True][0] == 5.0, "of the label of an axis"
+    assert sizes[True] == pytest.approx([size / 2 for size in sizes[False]]), "and the others in proportion"
+
+
+@pytest.mark.parametrize("kind", ["curves", "clients", "bars"])
+def test_lines_have_the_order_and_the_labels_of_a_paper(kind: str) -> None:
+    named = ["a, mu 1", "a, mu 2", "b"]
+    with style.using(style.Look(order=["b", "a, mu 2"], labels={"a": "Alpha", "a, mu 2": "Two"})):
+        if kind == "curves":
+            figure: Any = curves({n: [{"round": 1, "loss": 1.0}] for n in named}, io.BytesIO(), metrics=["loss"])
+        elif kind == "clients":
+            figure = clients({n: [[(1, 0.5)]] for n in named}, io.BytesIO())
+        else:
+            figure = bars({n: {"1": [0.5]} for n in named}, io.BytesIO(), by="lr", metric="accuracy")
+    legend = figure.axes[0].get_legend() or figure.legends[0]
+    assert [text.get_text().rpartition(": ")[2] for text in legend.get_texts()][:3] == ["b", "Two", "Alpha, mu 1"]
+
+
+def test_the_command_line_has_the_options_for_papers(runs: Path, tmp_path: Path) -> None:
+    words = ("--width", 3.4, "--font-size", 7, "--order", "fedprox", "--label", "fedavg=FedAvg")
+    out = tmp_path / "c.png"
+    assert fedstill("figure", "curves", runs / "fedavg-0.5-0", runs / "fedprox-0.5-0", *words, "--out", out).code == 0
+    assert Image.open(out).width == round(3.4 * 130)
+    found = drawn("bars", runs, "--by", "alpha", *words, out=tmp_path / "b.svg")
+    assert found.index("fedprox") < found.index("FedAvg")
+    assert "there is no such name" in refused("curves", runs, "--label", "fedkf=x", "--out", out)
+    assert "write it as NAME=LABEL" in refused("curves", runs, "--label", "fedavg", "--out", out)
+    assert "two names would be" in refused("clients", runs, "--label", "fedavg=A", "--label", "fedprox=A", "--out", out)
+
+
+def test_sites_with_names_are_named_in_figures() -> None:
+    rng = np.random.default_rng(0)
+    wards = [(rng.normal(size=(20, 3)).astype("float32"), np.arange(20) % 2) for _ in range(3)]
+    federation = library.from_clients(wards, names=("ward 1", "ward 2", "ward 3"))
+    figure: Any = bubbles(federation, io.BytesIO())
+    assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["ward 1", "ward 2", "ward 3"]
+    served: Any = clients({"x": [[(5, 0.9), (5, 0.1)]]}, io.BytesIO(), names=("well", "badly"))
+    assert [text.get_text() for text in served.axes[0].get_xticklabels()] == ["badly", "well"]
 
 
 # --- from run directories ---

@@ -231,7 +231,7 @@ def test_batchnorm_and_augmentation_give_the_same_bits_on_another_device(buffers
 def test_text_gives_the_same_bits_on_another_device(model: str) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.integers(1, 30, (60, 12)), np.arange(60) % 3
-    data = fedstill.from_arrays(x, y, x[:20], y[:20])
+    data = fedstill.from_arrays(x, y, x[:20], y[:20], tokens=True)
     options = {"dim": 8} | ({"layers": 1, "heads": 2} if model == "transformer" else {})
     same(*both("fedgkd", data=data, model=model, model_options=options, image_size=0, fraction=1.0))
 

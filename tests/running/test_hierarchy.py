@@ -191,7 +191,7 @@ def test_an_episode_tells_what_it_came_to(run_small: RunSmall) -> None:
     result = run_small("f2l", **NINE, **POOL, regions=3)
     assert [r["evaluated"] for r in result.records] == [False, True, False, True]
     episode = result.records[1]["episode"]
-    test = len(fedstill.load("fashion-mini").test.y)
+    test = len(fedstill.load_dataset("fashion-mini").test.y)
     for teacher in episode["teachers"].values():
         matrix = np.array(teacher["confusion"])
         assert matrix.sum() == test

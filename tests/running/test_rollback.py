@@ -151,7 +151,7 @@ def test_regions_forget_with_the_global_server(tmp_path: Path, monkeypatch: pyte
     rollback(tmp_path / "run", to)
     world = regions.World(tmp_path)
     regions.served(world, tmp_path / "run", "scaffold+f2l", **settings)
-    trained = {body["round"] for _, body in world.sites["east"].asked if body and body["kind"] == "Train"}
+    trained = {body["round"] for _, body in world.sites["east"].requests if body and body["kind"] == "Train"}
     assert trained == set(range(to + 1, 7)), "what was forgotten is done again"
     regions.alone(tmp_path / "alone", "scaffold+f2l", **settings)
     assert weights(tmp_path / "run") == weights(tmp_path / "alone")

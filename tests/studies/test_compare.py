@@ -137,7 +137,7 @@ def test_a_directory_with_another_run_is_not_taken_for_this_one(tmp_path: Path) 
     run_cells([Cell(tmp_path / "run", config())])
     with pytest.raises(fedstill.SettingError, match=r"alpha is 0\.5, not 3"):
         run_cells([Cell(tmp_path / "run", config(alpha=3.0))])
-    run_cells([Cell(tmp_path / "run", config(workers=7, target=0.3))])  # these change no number
+    run_cells([Cell(tmp_path / "run", config(workers=7, target_accuracy=0.3))])  # these change no number
 
 
 def test_one_that_fails_is_named_after_the_others_have_ended(tmp_path: Path) -> None:
@@ -177,11 +177,13 @@ def flags(out: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_compare_over_seeds_and_a_sweep(tmp_path: Path) -> None:
-    words = ["compare", "fedavg", "fedprox", "--seeds", "2", "--sweep", "alpha=0.1,10", "--target", "0.15"]
+    words = ["compare", "fedavg", "fedprox", "--seeds", "2", "--sweep", "alpha=0.1,10", "--target-accuracy", "0.15"]
     answer = command(*words, "--set", "mu=0.0", *flags(tmp_path / "all"))
     assert answer.code == 0, answer.err
     assert "alpha = 10" in answer.out
     assert "mean ± standard deviation of 2 seeds" in answer.out
+    assert answer.out.count("┏") == 1, "one table, however many combinations"
+    assert answer.out.count("fedprox ") == 2
     rows = json.loads((tmp_path / "all" / "comparison.json").read_text())
     assert [(r["method"], r["settings"]) for r in rows] == [
         (m, {"alpha": a}) for a in (0.1, 10) for m in ("fedavg", "fedprox")

@@ -97,7 +97,7 @@ def test_the_directory_depends_on_what_changes_a_number_and_on_nothing_else(
 ) -> None:
     given(monkeypatch, table=WITH_T1)
     config = plans("test/table", "paper", 1, tmp_path)[0].runs[0][0].config
-    for free in ({"workers": 5}, {"data_dir": str(tmp_path)}, {"target": 0.4}, {"engine": "inline"}):
+    for free in ({"workers": 5}, {"data_dir": str(tmp_path)}, {"target_accuracy": 0.4}, {"engine": "inline"}):
         assert directory(config.model_copy(update=free)) == directory(config)
     for other in ({"seed": 9}, {"lr": 0.2}, {"rounds": 9}, {"hyper": {"cache_init": "w0"}}, {"eval_every": 2}):
         assert directory(config.model_copy(update=other)) != directory(config)

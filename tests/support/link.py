@@ -32,9 +32,9 @@ class Trial:
         self.server = f"127.0.0.1:{self.port}"
 
     def link(self, **settings: Any) -> FlowerLink:
-        held = self.root / "keys"
-        files = Certificates(held / "ca.pem", held / "server.pem", held / "server.key")
-        public: dict[str, bytes | Path] = {site: held / f"sites/{site}.pub" for site in SITES}
+        folder = self.root / "keys"
+        files = Certificates(folder / "ca.pem", folder / "server.pem", folder / "server.key")
+        public: dict[str, bytes | Path] = {site: folder / f"sites/{site}.pub" for site in SITES}
         given: dict[str, Any] = {"certificates": files, "most_bytes": 2_000_000, **settings}
         return FlowerLink(self.root / "link", public, host="127.0.0.1", port=self.port, **given)
 

@@ -29,7 +29,7 @@ SETTINGS["region"] = [{"name": "east", "clients": [0, 3, 4]}, {"name": "west", "
 SITES = {"east": ("ann", "bob", "cid"), "west": ("dan", "eve")}
 
 
-POLICY = Policy(allow=("scaffold", "dafkd", "ccvr"))  # what tests run that sends more than weights
+POLICY = Policy(allow=("scaffold", "dafkd", "ccvr", "class-counts"))  # what tests run that sends more than weights
 
 
 class Wire:
@@ -38,7 +38,7 @@ class Wire:
     def __init__(self, there: Mapping[str, Any]) -> None:
         self.there = dict(there)
         self.away = set[str]()
-        self.asked: list[tuple[str, Tree]] = []
+        self.requests: list[tuple[str, Tree]] = []
 
     def present(self) -> set[str]:
         return set(self.there) - self.away
@@ -50,7 +50,7 @@ class Wire:
             if who in self.away:
                 yield who, Silence(f"no answer within {timeout:g} s")
                 continue
-            self.asked.append((who, request["request"]))
+            self.requests.append((who, request["request"]))
             try:
                 yield who, tree.decode(tree.encode(self.there[who].handle(tree.decode(tree.encode(request)))))
             except fedstill.FedstillError as error:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import fedstill
 from fedstill.building.config import resolve
 from fedstill.core import tree
@@ -24,6 +26,13 @@ NAMES = ("north", "south", "west")
 
 
 POLICY = Policy(allow=("scaffold", "dafkd", "ccvr", "feddistill"))  # what tests run that sends more than weights
+
+
+MALFORMED: list[tuple[Any, str]] = [  # ways to spoil the message of an answer, and what the server says of it
+    (lambda a: {"message": {"model": a["message"]["model"][:-1]}}, "has shape"),
+    (lambda a: {"message": {"weights": a["message"]["model"]}}, "it holds"),
+    (lambda a: {"message": {"model": a["message"]["model"] * torch.nan}}, "not finite"),
+]
 
 
 @dataclasses.dataclass

@@ -90,7 +90,7 @@ def model_copies(message: Message) -> int:
 
 @cache
 def _federation() -> fedstill.Federation:
-    dataset = fedstill.load("fashion-mini", image_size=SMALL["image_size"])
+    dataset = fedstill.load_dataset("fashion-mini", image_size=SMALL["image_size"])
     return fedstill.federate(
         dataset, clients=SMALL["clients"], seed=0, alpha=SMALL["alpha"], fraction=SMALL["fraction"]
     )
@@ -99,8 +99,8 @@ def _federation() -> fedstill.Federation:
 def normalised(x: Tensor) -> Tensor:
     """Stored images as a network sees them."""
     dataset = _federation().dataset
-    mean, std = (np.array(v, np.float32)[:, None, None] for v in (dataset.mean, dataset.std))
-    return torch.from_numpy((x.numpy() / np.float32(255) - mean) / std)
+    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (dataset.mean, dataset.std))
+    return (x.to(torch.get_default_dtype()) / 255 - mean) / std
 
 
 @cache
@@ -117,10 +117,10 @@ def global_test() -> tuple[Tensor, Tensor]:
 
 def network(vector: Tensor, *, head: bool = False) -> Classifier:
     """The small run's network with these weights, in ordinary layout; `head`: with the projection head."""
-    made = build(SMALL["model"], (1, SMALL["image_size"], SMALL["image_size"]), 10)
-    made = Projected(made) if head else made
-    made.load_state_dict(FlatNet(copy.deepcopy(made)).unflatten(vector))
-    return made
+    net = build(SMALL["model"], (1, SMALL["image_size"], SMALL["image_size"]), 10)
+    net = Projected(net) if head else net
+    net.load_state_dict(FlatNet(copy.deepcopy(net)).unflatten(vector))
+    return net
 
 
 def batch_ids(client: int, round_: int, epochs: int = 1) -> Iterator[Tensor]:

@@ -78,7 +78,7 @@ def test_the_check_of_peers_does_not_depend_on_the_order_of_samples() -> None:
     assert (one.batches, several.batches) == (1, 3)
     x, y = several.data()
     for client in range(several.clients):
-        held = several.held(client)
+        held = several.samples_of(client)
         assert len(torch.unique(x[held], dim=0)) == len(torch.unique(y[held])) == 1
     assert len(torch.unique(one.data()[0], dim=0)) == one.clients * one.samples
     job = Job(several, 2, "here.pt")

@@ -99,7 +99,7 @@ def test_the_local_loop_equals_plain_pytorch(optimizer: Literal["sgd", "adam"]) 
 
 def test_one_fedavg_round_equals_a_plain_pytorch_loop() -> None:
     settings: dict[str, Any] = {"clients": 5, "participation": 0.4, "epochs": 2, "batch_size": 16, "lr": 0.1, "seed": 3}
-    dataset = fedstill.load("fashion-mini", image_size=32)
+    dataset = fedstill.load_dataset("fashion-mini", image_size=32)
     result = fedstill.run("fedavg", data=dataset, rounds=1, fraction=0.1, alpha=0.5, engine="inline", **settings)
     federation = fedstill.federate(dataset, clients=5, seed=3, alpha=0.5, fraction=0.1)
 
@@ -207,7 +207,7 @@ def test_buffer_policies(run_small: RunSmall, policy: str) -> None:
     result = run_small(model=model, buffers=policy, image_size=16)
     names = set(result.model.state_dict())
     assert ("2.running_mean" in names) == (policy == "average"), "statistics leave a client only to be averaged"
-    dataset = fedstill.load("fashion-mini", image_size=16)
+    dataset = fedstill.load_dataset("fashion-mini", image_size=16)
     with torch.no_grad():  # in the pieces that the run evaluates, which matter where the batch is what normalises
         parts = dataset.normalise(dataset.test.x).tensor_split(-(-len(dataset.test.y) // EVAL_BATCH))
         said = torch.cat([result.model(part) for part in parts])

@@ -237,7 +237,7 @@ def test_dropout_draws_for_each_client(tmp_path: Path) -> None:
 
 def test_a_network_that_cannot_be_trained_together_is_refused_before_the_first_round() -> None:
     x, y = np.random.default_rng(0).integers(1, 30, (12, 6)), np.arange(12) % 3
-    text = fedstill.from_arrays(x, y, x, y)
+    text = fedstill.from_arrays(x, y, x, y, tokens=True)
     with pytest.raises(fedstill.SettingError, match="together: this network cannot be trained"):
         fedstill.run(data=text, model="bag", clients=2, together=2)
 

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from rich.console import Console
 
 from fedstill.analysis.figures import draw_comparison
-from fedstill.analysis.tables import comparison_table, cost_table
+from fedstill.analysis.tables import compared_metrics_table, comparison_table, cost_table, sweep_table
 from fedstill.building.config import Config, anchored
 from fedstill.building.keywords import Keywords
 from fedstill.building.suggestions import unknown_setting
@@ -21,10 +21,9 @@ from fedstill.building.task import Network
 from fedstill.core.errors import SettingError
 from fedstill.core.files import read_json, write_json
 from fedstill.core.table import Table, frame
-from fedstill.data.dataset import Dataset
-from fedstill.data.federation import Federation
 from fedstill.methods import registry
 from fedstill.methods.base import Method
+from fedstill.metrics.scores import Function
 from fedstill.running import files
 from fedstill.running.api import configure
 from fedstill.running.directory import RunDirectory, check_place, without_nan
@@ -33,11 +32,10 @@ from fedstill.studies.cells import Cell, Watcher, check, run_cells
 from fedstill.studies.comparison import Row, combinations, grid
 from fedstill.studies.progress import AllRuns
 
-COMPARISON = "comparison.json"
 _NOT_SWEPT = {
     "seed": "--seeds N, or seeds=N, compares on N seeds",
     "method": "name the methods one after the other",
-    "target": "compare once for each",
+    "target_accuracy": "compare once for each",
 }
 Configure = Callable[[str, Mapping[str, Any], int], tuple[Config, dict[str, Any]]]  # method, swept settings, seed
 
@@ -59,6 +57,17 @@ class Comparison:
     def tables(self) -> list[Table]:
         """Methods by metrics: mean ± standard deviation over the seeds."""
         return [comparison_table(rows, seeds=self.seeds) for rows in self.rows]
+
+    def metrics(self) -> list[Table]:
+        """Methods by the metrics that the setting `metrics` names."""
+        found = (compared_metrics_table(rows, seeds=self.seeds) for rows in self.rows)
+        return [table for table in found if table is not None]
+
+    def overview(self, *, costs: bool = True) -> list[Table]:
+        """What to read first: of a sweep one table of all, else results, metrics and, if wanted, costs."""
+        if len(self.rows) > 1:
+            return [sweep_table(self.rows, seeds=self.seeds)]
+        return [*self.tables(), *self.metrics(), *(self.costs() if costs else [])]
 
     def costs(self) -> list[Table]:
         """What each method cost, and by how much it is better than the first."""
@@ -91,9 +100,10 @@ def compare(
     *,
     seeds: int = 1,
     sweep: Mapping[str, Sequence[Any]] | None = None,
-    data: str | Dataset | Federation | None = None,
+    data: Any = None,
     model: str | Network | None = None,
-    proxy: str | Dataset | None = None,
+    proxy: Any = None,
+    metrics: str | Sequence[str | Function] | None = None,
     out: str | Path | None = None,
     force: bool = False,
     jobs: int = 0,
@@ -117,14 +127,16 @@ def compare(
     named = {method if isinstance(method, str) else method.name or type(method).__name__: method for method in methods}
     if len(named) < len(methods):
         raise SettingError("a method is named twice")
-    objects = {"data": data, "model": model, "proxy": proxy}
+    objects = {"data": data, "model": model, "proxy": proxy, "metrics": metrics}
     given: dict[str, Any] = dict(settings)
     first_seed = given.get("seed", 0)
     own_names = {name: _own_names(method) for name, method in named.items()}
 
     def config_for(method: str, swept: Mapping[str, Any], seed: int) -> tuple[Config, dict[str, Any]]:
         known = _known(method, given | dict(swept), own_names)
-        return configure(named[method], objects, known | {"seed": first_seed + seed})
+        config, own = configure(named[method], objects, known | {"seed": first_seed + seed})
+        # Without functions, a finished run's metrics are those in its directory, which are checked as its code.
+        return config, {name: value for name, value in own.items() if name != "metrics" or value}
 
     axes = sweep or {}
     points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
@@ -194,7 +206,7 @@ def carry_out(
     else:
         run_cells(listed, jobs=jobs, watcher=Watcher())
     rows = grid(cells, methods, sweep, seeds)
-    write_json(folder / COMPARISON, [without_nan(row.record(each[0])) for each in rows for row in each])
+    write_json(folder / files.COMPARISON, [without_nan(row.record(each[0])) for each in rows for row in each])
     return Comparison(rows, seeds, folder, title, kept)
 
 
@@ -202,7 +214,7 @@ def read_comparison(folder: Path) -> Comparison:
     """A comparison that is finished, from its folder."""
     tables: dict[str, list[Row]] = {}
     seeds = 1
-    for record in read_json(folder / COMPARISON):
+    for record in read_json(folder / files.COMPARISON):
         paths = [folder / Path(run).name for run in record["runs"]]
         cells = tuple(Cell(path, RunDirectory.open(path, lock=False).config()) for path in paths)
         seeds = len(cells)

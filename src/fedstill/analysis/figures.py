@@ -20,15 +20,16 @@ from fedstill.building.data import divide, load_data
 from fedstill.building.schema import IRRELEVANT
 from fedstill.core.errors import SettingError
 from fedstill.data.federation import Federation
-from fedstill.metrics.records import EpisodeRecord, RoundRecord, value_of
+from fedstill.metrics.records import EpisodeRecord, RoundRecord, curve_metrics, value_of
 from fedstill.report import style
 from fedstill.report.bars import bars
 from fedstill.report.bubbles import bubbles
 from fedstill.report.clients import clients
 from fedstill.report.confusion import confusion
-from fedstill.report.curves import Band, seed_curves, swept_curves
+from fedstill.report.curves import seed_curves, swept_curves
 from fedstill.report.landscape import line, plane
 from fedstill.report.runs import HYPER, Group, RunData, short, value
+from fedstill.report.series import Band
 from fedstill.report.toy import Regions, toy
 from fedstill.report.tsne import tsne
 from fedstill.running.directory import RunDirectory
@@ -56,15 +57,17 @@ def draw_curves(
     groups: Sequence[Group],
     out: style.Target,
     *,
-    metrics: Sequence[str] = ("accuracy", "fm"),
+    metrics: Sequence[str] = (),
     band: Band = "std",
     title: str = "",
 ) -> None:
     """Metrics by round; a group is one line with a band."""
+    records = [record for group in groups for run in group.runs for record in run.records]
+    metrics = metrics or curve_metrics(records)
     for metric in metrics:
-        records = [record for group in groups for run in group.runs for record in run.records]
         if all(value_of(record, metric) is None for record in records):
-            known = dict.fromkeys(name for record in records for name in record if value_of(record, name) is not None)
+            names = (name for record in records for name in (*record, *record.get("metrics", {})))
+            known = [name for name in dict.fromkeys(names) if any(value_of(r, name) is not None for r in records)]
             raise SettingError(f"--metric {metric}: no round has it; those there are: {', '.join(known) or 'none'}")
     seed_curves(round_records(groups), out, metrics=metrics, band=band, title=title or in_common(groups))
 
@@ -75,7 +78,8 @@ def draw_comparison(tables: Sequence[Sequence[Row]], out: style.Target, title: s
         rows[0].place: {row.method: [cell.records() for cell in row.cells] for row in rows if not row.variant}
         for rows in tables
     }
-    return swept_curves(places, out, metrics=["accuracy", "fm"] if len(tables) == 1 else ["accuracy"], title=title)
+    records = [record for groups in places.values() for runs in groups.values() for run in runs for record in run]
+    return swept_curves(places, out, metrics=curve_metrics(records)[: 2 if len(tables) == 1 else 1], title=title)
 
 
 def distance_records(runs: Mapping[str, Sequence[Path]]) -> dict[str, list[list[dict[str, float]]]]:
@@ -127,9 +131,11 @@ def results(group: Group, metric: str, which: str = "final") -> list[float]:
     found = []
     for run in group.runs:
         summary: Mapping[str, Any] = run.summary or {}
-        name = f"{which}_{metric}" if f"{which}_{metric}" in summary else metric
-        if (number := value_of(summary, name)) is None:
-            final = [n for n in summary if n.startswith("final_") and n != "final_is_mean_of"]
+        number = value_of(summary, f"{which}_{metric}")
+        number = value_of(summary, metric) if number is None else number
+        if number is None:
+            names = (*summary, *summary.get("metrics", {}))
+            final = [n for n in names if n.startswith("final_") and n != "final_is_mean_of"]
             known = [n.removeprefix("final_") for n in final if value_of(summary, n) is not None]
             raise SettingError(f"--metric {metric}: {run.path} has no such number; it has {', '.join(known)}")
         found.append(number)
@@ -169,7 +175,9 @@ def draw_clients(groups: Sequence[Group], out: style.Target, title: str = "") ->
     for run in (run for group in finished(groups) for run in group.runs):
         if not run.clients:
             raise SettingError(f"{run.path}: no client has an accuracy of its own (clients.csv)")
-    clients(client_accuracies(groups), out, title=title or in_common(groups))
+    runs = [run for group in groups for run in group.runs]
+    names = runs[0].client_names if len(runs) == 1 else ()
+    clients(client_accuracies(groups), out, title=title or in_common(groups), names=names)
 
 
 def data_partition(path: Path) -> Federation:
@@ -265,16 +273,16 @@ def draw_landscape(
 def toy_regions(*, rounds: int = 20, points: int = 200, seed: int = 0) -> list[list[Regions]]:
     """What FedAvg and FedGKD make of points in the plane: for each, the clients' models and the global one."""
     federation, truth = toys.federation(points, seed), toys.classes(toys.plane())
-    held = toys.clients(points, seed)
-    everything = (np.concatenate([x for x, _ in held]), np.concatenate([y for _, y in held]))
+    client_points = toys.clients(points, seed)
+    everything = (np.concatenate([x for x, _ in client_points]), np.concatenate([y for _, y in client_points]))
     rows = []
     for method in ("fedavg", "fedgkd"):
         outcome = toys.train(method, federation, rounds=rounds, seed=seed)
-        names = [*(f"{method}, client {k + 1}" for k in range(len(held))), f"{method}, global"]
+        names = [*(f"{method}, client {k + 1}" for k in range(len(client_points))), f"{method}, global"]
         rows.append(
             [
                 Regions(name, float((classes == truth).mean()), classes.reshape(toys.SIDE, toys.SIDE), *data)
-                for name, classes, data in zip(names, outcome.predicted, [*held, everything], strict=True)
+                for name, classes, data in zip(names, outcome.predicted, [*client_points, everything], strict=True)
             ]
         )
     return rows

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from fedstill.building.config import Config, is_object
 from fedstill.core import seeds
+from fedstill.core.arrays import IntArray
 from fedstill.core.errors import SettingError
 from fedstill.core.tree import read_tensors
 from fedstill.core.weights import FlatNet
-from fedstill.data.partition import IntArray
+from fedstill.metrics.confusion import confusion_matrix
 from fedstill.models.base import Wrapped
 from fedstill.running import files
 from fedstill.running.directory import RunDirectory, check_result
-from fedstill.running.evaluation import confusion_matrix
 from fedstill.running.inputs import prepare_again
 from fedstill.running.machine import one_thread
 from fedstill.train.evaluate import mean_loss, predict, require_features

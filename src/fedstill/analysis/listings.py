@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from fedstill.building.config import Config, resolve
-from fedstill.building.data import divide, load_data
+from fedstill.building.data import dataset_in, divide, load_data
 from fedstill.building.keywords import Settings
 from fedstill.building.schema import bounds
 from fedstill.building.setup import Setup, prepare
@@ -60,7 +60,7 @@ def wire_table(name: str, setup: Setup) -> Table:
 def example(name: str, settings: dict[str, Any], dataset: Dataset | None = None) -> Setup:
     """A run of a method with whatever it needs, of which only the declarations are of interest."""
     config = resolve(settings, {"method": name})
-    return prepare(config.model_copy(update=_EXAMPLE), data=dataset or load_data(config))
+    return prepare(config.model_copy(update=_EXAMPLE), data=dataset or dataset_in(load_data(config)))
 
 
 def _first_line(cls: type[Method]) -> str:

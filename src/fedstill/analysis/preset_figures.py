@@ -10,7 +10,7 @@ from fedstill.analysis import figures
 from fedstill.analysis.figures import Progress, episode_matrices
 from fedstill.analysis.final import FinalModel
 from fedstill.analysis.runs import last_evaluated_episode
-from fedstill.building.data import divide, load_data
+from fedstill.building.data import dataset_in, divide, load_data
 from fedstill.metrics.records import RoundRecord
 from fedstill.report import style
 from fedstill.report.bars import swept_bars
@@ -80,7 +80,7 @@ def _confusion(plan: Plan, numbers: Sequence[Entry], out: Path, title: str) -> N
         else:
             matrices[name] = FinalModel(cell.path).confusion().tolist()
     text = _of_first_seed(f"{title}, in per cent of the class", plan)
-    confusion(matrices, out, text, classes=load_data(plan.cells[0].config).classes)
+    confusion(matrices, out, text, classes=dataset_in(load_data(plan.cells[0].config)).classes)
 
 
 def _tsne(plan: Plan, numbers: Sequence[Entry], out: Path, title: str) -> None:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -21,16 +22,40 @@ from fedstill.running.directory import RunDirectory, stopped_by
 
 
 def read_runs(directories: Iterable[Path]) -> list[RunData]:
-    """The runs in these directories and in folders of them, each once."""
+    """The runs in these directories and in folders of them, each once, in the order in which they were given."""
     paths: list[Path] = []
     for directory in directories:
-        inside = [directory] if (directory / files.CONFIG).is_file() else sorted(
-            file.parent for file in directory.rglob(files.CONFIG)
-        )  # fmt: skip
+        inside = find_runs(directory)
         if not inside:
             raise SettingError(f"{directory} is not a run directory and holds none: there is no config.toml")
         paths += inside
     return [read_run(path) for path in dict.fromkeys(path.resolve() for path in paths)]
+
+
+def find_runs(directory: Path) -> list[Path]:
+    """The run directories in a folder, at any depth: those of a comparison in its order, others by name.
+
+    A run directory is not searched, and links are not followed.
+    """
+    found: list[Path] = []
+    for folder, below, inside in os.walk(directory):
+        if files.CONFIG in inside:
+            found.append(Path(folder))
+            below.clear()
+        else:
+            order = _compared(Path(folder)) if files.COMPARISON in inside else {}
+            below.sort(key=lambda name: (order.get(name, len(order)), name))
+    return found
+
+
+def _compared(folder: Path) -> dict[str, int]:
+    """The place of each run of a comparison, by the name of its directory; the baseline has the first."""
+    try:
+        rows = read_json(folder / files.COMPARISON)
+        names = [Path(path).name for row in rows for path in row["runs"]]
+    except (DataError, OSError, TypeError, KeyError):
+        return {}  # whatever it is, the runs are there
+    return {name: place for place, name in enumerate(dict.fromkeys(names))}
 
 
 def read_run(path: Path) -> RunData:
@@ -41,21 +66,24 @@ def read_run(path: Path) -> RunData:
     settings = flat(Config.model_validate({}).model_dump() | read_toml(path / files.CONFIG))
     done = records[-1]["round"] if records else 0
     ended = (path / files.SUMMARY).is_file() and (done == settings["rounds"] or bool(stopped_by(path)))
+    clients, names = _accuracies(path / files.CLIENTS) if ended else ([], [])
     return RunData(
         path,
         settings,
         records,
         read_json(path / files.SUMMARY) if ended else None,
-        _accuracies(path / files.CLIENTS) if ended else (),
+        clients,
         text,
+        tuple(names),
     )
 
 
-def _accuracies(file: Path) -> list[tuple[int, float]]:
-    """Test samples and accuracy of each client that has any."""
+def _accuracies(file: Path) -> tuple[list[tuple[int, float]], list[str]]:
+    """Test samples and accuracy of each client that has any, and their names."""
     try:
         with file.open(newline="") as rows:
-            return [(int(r["test_samples"]), float(r["accuracy"])) for r in csv.DictReader(rows) if r["accuracy"]]
+            tested = [row for row in csv.DictReader(rows) if row["accuracy"]]
+        return [(int(r["test_samples"]), float(r["accuracy"])) for r in tested], [r["client"] for r in tested]
     except (ValueError, TypeError, KeyError, csv.Error) as error:
         raise DataError(f"{file} is damaged: {error}") from error
 

@@ -13,6 +13,8 @@ from fedstill.building.schema import (
     CHANGEABLE,
     DIVISION,
     IRRELEVANT,
+    ROW_MODEL,
+    TABLE_TRAINING,
     TEXT_MODEL,
     TEXT_TRAINING,
     Config,
@@ -22,8 +24,11 @@ from fedstill.building.schema import (
 from fedstill.building.suggestions import unknown_setting
 from fedstill.core import custom, device
 from fedstill.core.errors import SettingError
+from fedstill.core.files import home_path
 from fedstill.data import augment, sources
+from fedstill.data.sources import Glance
 from fedstill.methods import registry
+from fedstill.metrics.scores import check_names
 
 __all__ = [
     "CHANGEABLE",
@@ -51,25 +56,28 @@ def anchored(config: Config) -> Config:
         files = name in ("data", "proxy", "tokenizer")
         if custom.is_reference(value):
             update[name] = custom.anchored(value)
-        elif files and value and value not in sources.names() and Path(value).expanduser().exists():
-            update[name] = str(Path(value).expanduser().resolve())
+        elif files and is_saved(value):
+            update[name] = f"hf:{home_path(value.removeprefix('hf:')).resolve()}"
+        elif files and value and value not in sources.names() and home_path(value).exists():
+            update[name] = str(home_path(value).resolve())
     folder = config.model_options.get("pretrained")
-    if isinstance(folder, str) and Path(folder).expanduser().is_dir():
-        update["model_options"] = config.model_options | {"pretrained": str(Path(folder).expanduser().resolve())}
+    if isinstance(folder, str) and home_path(folder).is_dir():
+        update["model_options"] = config.model_options | {"pretrained": str(home_path(folder).resolve())}
+    update["metrics"] = list(map(custom.anchored, config.metrics))
     update["region"] = [r.model_copy(update={"method": custom.anchored(r.method)}) for r in config.region]
     data_dir = config.data_dir or os.environ.get("FEDSTILL_DATA", "")
     if data_dir:
-        update["data_dir"] = str(Path(data_dir).expanduser().resolve())
+        update["data_dir"] = str(home_path(data_dir).resolve())
     return config.model_copy(update=update)
 
 
 def resolve(
-    *layers: Mapping[str, Any], custom_method: bool = False, text: bool = False, default_regions: int = 1
+    *layers: Mapping[str, Any], custom_method: bool = False, data: Glance | None = None, default_regions: int = 1
 ) -> Config:
     """One complete configuration from several partial ones, the later ones first in rank.
 
     A name that is not a setting of the run is taken for one of the method's own, wherever it stands. Where data or
-    method are objects, no name tells whether they are `text`, or what its `default_regions` are.
+    method are objects, no name tells what the `data` are, or what its `default_regions` are.
     """
     merged: dict[str, Any] = {}
     tables: dict[str, dict[str, Any]] = {"hyper": {}, "model_options": {}}
@@ -87,7 +95,7 @@ def resolve(
     if not isinstance(method, str):
         raise SettingError(f"method = {method!r}: the name of a method is needed")
     by_name = not custom_method and not is_object(method)
-    _fill_dependent(merged, method, text, None if by_name else default_regions)
+    _fill_dependent(merged, method, data, None if by_name else default_regions)
     merged |= tables
     if by_name:
         own, hyper = [p.name for p in registry.hyper_parameters(method)], registry.with_new_names(method, hyper)
@@ -98,22 +106,42 @@ def resolve(
     config = Config.model_validate(merged)
     augment.parse(config.augment)
     device.check(config.device)
+    check_names(config.metrics)
     return config
 
 
-def _fill_dependent(merged: dict[str, Any], method: str, text: bool, default_regions: int | None) -> None:
-    """Fill in the defaults that depend on other settings."""
+def _fill_dependent(merged: dict[str, Any], method: str, data: Glance | None, default_regions: int | None) -> None:
+    """Fill in the defaults that depend on other settings, and on the data."""
+    if not {"partition", "model", "lr", "optimizer"} <= merged.keys():
+        words = [
+            str(merged.get(name, Config.model_fields[name].default)) for name in ("data", "target", "client_column")
+        ]
+        about = data or sources.glance(*words)
+        if about.owners:
+            _use_owners(merged)
+        models = {"text": TEXT_MODEL, "table": ROW_MODEL, "rows": ROW_MODEL}
+        if about.kind in models:
+            merged.setdefault("model", models[about.kind])
+        training = {"text": TEXT_TRAINING, "table": TABLE_TRAINING}.get(about.kind, {})
+        if not training.keys() & merged.keys():
+            merged |= training
     if merged.get("partition") == "natural":
         merged.setdefault("clients", 0)
-    if text or sources.is_text(str(merged.get("data", ""))):
-        merged.setdefault("model", TEXT_MODEL)
-        if not TEXT_TRAINING.keys() & merged.keys():
-            merged |= TEXT_TRAINING
     if "region" in merged:
         merged["region"] = _regions(merged["region"], method)
         merged.setdefault("regions", len(merged["region"]) or 1)
     else:
         merged.setdefault("regions", default_regions or registry.default_regions(registry.find(method)))
+
+
+def _use_owners(merged: dict[str, Any]) -> None:
+    """Data that name their clients are used as they are, unless a partition is named."""
+    if "partition" not in merged and merged.get("clients", 0) != 0:
+        raise SettingError(
+            f"clients = {merged['clients']!r}: the data name their clients; leave clients out to use them as they are, "
+            "set partition=natural for so many of them, or partition=dirichlet (or another) to deal the samples anew"
+        )
+    merged.setdefault("partition", "natural")
 
 
 def _regions(tables: Any, method: str) -> list[dict[str, Any]]:
@@ -196,6 +224,11 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def is_saved(name: str) -> bool:
+    """Whether a name is of a folder that the Hugging Face library saved."""
+    return name.startswith("hf:") and home_path(name.removeprefix("hf:")).is_dir()
 
 
 def is_object(name: str) -> bool:

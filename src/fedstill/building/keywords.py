@@ -4,17 +4,35 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
-from fedstill.building.schema import RegionSettings
+from fedstill.building.schema import ColumnSettings, RegionSettings
 from fedstill.core.choices import AttackKind, BufferPolicy, Precision
 
 
 class Settings(TypedDict, total=False):
     """Every setting of a run (`fedstill settings`)."""
 
+    target: str
+    """Of a table: the column with the label."""
+    client_column: str
+    """Column that names the client of each row."""
+    split_column: str
+    """Of a table: the column that says "train" or "test"; empty: a fifth tests."""
+    categorical_columns: list[str]
+    """Of a table: columns of whole numbers that stand for categories."""
+    drop_columns: list[str]
+    """Of a table: columns to leave out."""
+    columns: list[ColumnSettings] | list[dict[str, Any]]
+    """Of a table: what its columns are, as 'fedstill columns' writes it."""
+    classes: list[str]
+    """Of a table: its classes; none: the labels that occur."""
     data_dir: str
     """Where dataset files are; empty: $FEDSTILL_DATA."""
     image_size: int
     """Resize images to this; 0: as the model needs, else as they are. [default: 0; at least 0]"""
+    text_column: str
+    """Column of the texts of a .csv, .tsv or .jsonl; empty: text."""
+    label_column: str
+    """Column of their labels; empty: label."""
     tokenizer: str
     """Of text: a file, folder or hub name, or public text to train one on; empty: the pretrained encoder's own,
     else trained on the training texts."""
@@ -32,7 +50,8 @@ class Settings(TypedDict, total=False):
     """Proxy samples, balanced over the classes of their own dataset; at most all. [default: 1000; at least 1]"""
     partition: str
     """How the data are divided among clients: dirichlet, iid, natural, shards, quantity, dir_balanced, dir_feddf,
-    dir_fedkf, dir_fedgen or dir_client_prior. [default: dirichlet]"""
+    dir_fedkf, dir_fedgen or dir_client_prior; default for data that name their clients: natural. [default:
+    dirichlet]"""
     clients: int
     """Number of clients; 0: as many as the data name; default with natural: 0. [default: 20; at least 0]"""
     alpha: float
@@ -74,7 +93,8 @@ class Settings(TypedDict, total=False):
     optimizer: Literal["sgd", "adam"]
     """Local optimiser; default on text, if lr is not set: adam. [default: sgd; sgd, adam]"""
     lr: float
-    """Local learning rate; default on text, if optimizer is not set: 0.001. [default: 0.05; above 0]"""
+    """Local learning rate; default, if optimizer is not set, on text: 0.001, on tables: 0.1. [default: 0.05; above
+    0]"""
     lr_decay: float
     """Factor on lr after each round. [default: 1.0; above 0, at most 1]"""
     momentum: float
@@ -83,6 +103,9 @@ class Settings(TypedDict, total=False):
     """Local weight decay. [default: 0.0; at least 0]"""
     clip: float
     """Largest gradient norm; 0: no clipping. [default: 0.0; at least 0]"""
+    class_weight: str | dict[str, float]
+    """How much a sample of each class counts in the clients' loss: balanced, inversely to how many all clients
+    have; or a number for each class, {no = 1, yes = 70}."""
     precision: Precision
     """Number format of passes through the network; weights stay in float32. [default: float32; float32, bfloat16]"""
     regions: int
@@ -142,7 +165,7 @@ class Settings(TypedDict, total=False):
     max_share: float
     """Served: the largest share of all samples (and tests) that a site counts with; 0: 0.75 of three sites, 0.6 of
     four, half of more; 1: no limit. [default: 0.0; at least 0, at most 1]"""
-    target: float
+    target_accuracy: float
     """Accuracy whose first round is reported; 0: none. [default: 0.0; at least 0, at most 1]"""
     hyper: dict[str, Any]
     """The method's own settings."""

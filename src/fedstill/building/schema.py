@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Unpack, get_args, get_origin
 
 import tomli_w
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
     NonNegativeInt,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -25,9 +28,36 @@ from fedstill.core.errors import SettingError, explain
 if TYPE_CHECKING:
     from fedstill.building.keywords import Settings
 
-IMAGE_MODEL, TEXT_MODEL = "lenet5", "transformer"  # unless another is named
+IMAGE_MODEL, TEXT_MODEL, ROW_MODEL = "lenet5", "transformer", "mlp"  # unless another is named
 _BOUNDS = {"gt": "above {:g}", "ge": "at least {:g}", "lt": "below {:g}", "le": "at most {:g}"}
 TEXT_TRAINING = {"optimizer": "adam", "lr": 0.001}  # unless either is set: plain SGD hardly moves embeddings
+TABLE_TRAINING = {"optimizer": "sgd", "lr": 0.1}  # unless either is set: docs/your-own-data.md says how it was chosen
+
+
+def _names(given: Any) -> Any:
+    """Names in one string, as a flag has them, as a list."""
+    return [name.strip() for name in given.split(",") if name.strip()] if isinstance(given, str) else given
+
+
+Names = Annotated[list[str], BeforeValidator(_names)]
+
+
+class ColumnSettings(BaseModel):
+    """A column of a table; what is not said of it is found by sums over the clients' training samples."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    name: str
+    categories: list[str] | None = Field(None, description="of categories: which; none in the list: those that occur")
+    mean: float | None = None
+    std: float | None = Field(None, gt=0)
+    missing: bool | None = Field(None, description="whether an input says that a number is missing")
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing has to be found."""
+        known = (self.mean, self.std, self.missing)
+        return None not in known if self.categories is None else bool(self.categories)
 
 
 class RegionSettings(BaseModel):
@@ -90,10 +120,26 @@ class Config(BaseModel):
     # data partition
     data: str = Field(
         "fashion-mini",
-        description="dataset: a name from 'fedstill datasets', a folder, an .npz, a .csv of text, or file.py:function",
+        description="dataset: a name from 'fedstill datasets', a folder, an .npz, a table of text, a table (.csv, "
+        ".tsv, .parquet) with a target, hf:name, or file.py:function",
     )
+    target: str = Field("", description="of a table: the column with the label")
+    client_column: str = Field("", description="column that names the client of each row")
+    split_column: str = Field(
+        "", description='of a table: the column that says "train" or "test"; empty: a fifth tests'
+    )
+    categorical_columns: Names = Field(
+        default_factory=list, description="of a table: columns of whole numbers that stand for categories"
+    )
+    drop_columns: Names = Field(default_factory=list, description="of a table: columns to leave out")
+    columns: list[ColumnSettings] = Field(
+        default_factory=list, description="of a table: what its columns are, as 'fedstill columns' writes it"
+    )
+    classes: Names = Field(default_factory=list, description="of a table: its classes; none: the labels that occur")
     data_dir: str = Field("", description="where dataset files are; empty: $FEDSTILL_DATA")
     image_size: int = Field(0, ge=0, description="resize images to this; 0: as the model needs, else as they are")
+    text_column: str = Field("", description="column of the texts of a .csv, .tsv or .jsonl; empty: text")
+    label_column: str = Field("", description="column of their labels; empty: label")
     tokenizer: str = Field(
         "",
         description="of text: a file, folder or hub name, or public text to train one on; empty: the pretrained "
@@ -111,7 +157,7 @@ class Config(BaseModel):
     partition: str = Field(
         "dirichlet",
         description="how the data are divided among clients: dirichlet, iid, natural, shards, quantity, dir_balanced, "
-        "dir_feddf, dir_fedkf, dir_fedgen or dir_client_prior",
+        "dir_feddf, dir_fedkf, dir_fedgen or dir_client_prior; default for data that name their clients: natural",
     )
     clients: int = Field(
         20, ge=0, description="number of clients; 0: as many as the data name; default with natural: 0"
@@ -135,7 +181,7 @@ class Config(BaseModel):
     model: str = Field(
         IMAGE_MODEL,
         description="network: lenet5, resnet8, resnet8-w64, resnet11, resnet18, resnet50, shufflenetv2, cnn, mlp; of "
-        "text transformer, bag, distilbert; or file.py:function; default on text: transformer",
+        "text transformer, bag, lstm, distilbert; or file.py:function; default on text: transformer, on tables: mlp",
     )
     model_options: dict[str, Any] = Field(default_factory=dict, description="options of the network")
     augment: str = Field(
@@ -155,11 +201,20 @@ class Config(BaseModel):
     optimizer: Literal["sgd", "adam"] = Field(
         "sgd", description="local optimiser; default on text, if lr is not set: adam"
     )
-    lr: float = Field(0.05, gt=0, description="local learning rate; default on text, if optimizer is not set: 0.001")
+    lr: float = Field(
+        0.05,
+        gt=0,
+        description="local learning rate; default, if optimizer is not set, on text: 0.001, on tables: 0.1",
+    )
     lr_decay: float = Field(1.0, gt=0, le=1, description="factor on lr after each round")
     momentum: float = Field(0.0, ge=0, lt=1, description="local momentum (sgd)")
     weight_decay: float = Field(0.0, ge=0, description="local weight decay")
     clip: float = Field(0.0, ge=0, description="largest gradient norm; 0: no clipping")
+    class_weight: str | dict[str, float] = Field(
+        "",
+        description="how much a sample of each class counts in the clients' loss: balanced, inversely to how many all "
+        "clients have; or a number for each class, {no = 1, yes = 70}",
+    )
     precision: Precision = Field(
         "float32", description="number format of passes through the network; weights stay in float32"
     )
@@ -225,8 +280,36 @@ class Config(BaseModel):
         description="served: the largest share of all samples (and tests) that a site counts with; 0: 0.75 of three "
         "sites, 0.6 of four, half of more; 1: no limit",
     )
-    target: float = Field(0.0, ge=0, le=1, description="accuracy whose first round is reported; 0: none")
+    metrics: list[str] = Field(
+        default_factory=list,
+        description="metrics beyond accuracy, such as auroc,ece or file.py:function of labels and probabilities; "
+        "balanced_accuracy and macro_f1 are always there, but of sites' own tests only if named here",
+    )
+    target_accuracy: float = Field(0.0, ge=0, le=1, description="accuracy whose first round is reported; 0: none")
     hyper: dict[str, Any] = Field(default_factory=dict, description="the method's own settings")
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _listed(cls, given: Any) -> Any:
+        """`auroc,ece`, as on the command line, is a list."""
+        return [name.strip() for name in given.split(",") if name.strip()] if isinstance(given, str) else given
+
+    @field_validator("class_weight", mode="plain")
+    @classmethod
+    def _weights(cls, given: Any) -> Any:
+        if given in ("", "balanced"):
+            return given
+        if isinstance(given, dict) and all(type(n) in (int, float) and 0 < n < math.inf for n in given.values()):
+            return {str(name): float(number) for name, number in given.items()}
+        raise ValueError("should be 'balanced', or a table with a number above 0 for each class, {no = 1, yes = 70}")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, given: Any) -> Any:
+        """Runs of before 0.2 call the accuracy to reach `target`."""
+        if isinstance(given, dict) and isinstance(given.get("target"), int | float):
+            return {k: v for k, v in given.items() if k != "target"} | {"target_accuracy": given["target"]}
+        return given
 
     @property
     def flat(self) -> bool:
@@ -262,13 +345,14 @@ CHANGEABLE = {
     "min_clients",
     "round_retries",
     "max_update_ratio",
-    "target",
+    "target_accuracy",
+    "metrics",
     "data_dir",
     "save_teachers",
     "save_models",
 }
 # Settings that may differ between two runs whose numbers are the same.
-IRRELEVANT = CHANGEABLE - {"rounds", "eval_every"}
+IRRELEVANT = CHANGEABLE - {"rounds", "eval_every", "metrics"}
 
 
 def meaning(field: FieldInfo) -> str:

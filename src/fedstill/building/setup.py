@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from fedstill.attacks.attack import Attack, plan
 from fedstill.building.config import Config
-from fedstill.building.data import divide, encoder_of, load_data, wanted_size
+from fedstill.building.data import data_notes, divide, encoder_of, load_data, standardise, wanted_size
 from fedstill.building.task import Network, make_task
 from fedstill.building.topology import (
     Hierarchy,
     arrange,
     check_attendance,
     check_labels,
+    cohort_size,
     regional_method,
+    with_data,
 )
 from fedstill.core.errors import SettingError
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation
 from fedstill.methods import registry
 from fedstill.methods.base import Method
+from fedstill.metrics.records import Majority
+from fedstill.metrics.scores import Function, Metric
+from fedstill.metrics.scores import find as find_metrics
+from fedstill.metrics.shown import always_predicting, is_imbalanced
 from fedstill.models.pretrained import has_learnt
 from fedstill.train.task import Samples, Task
 
@@ -37,6 +44,7 @@ class Setup:
     method: Method
     hierarchy: Hierarchy
     attack: Attack
+    metrics: tuple[Metric, ...] = ()  # beyond those that every evaluation has
     warnings: tuple[str, ...] = ()  # what whoever started the run should know
 
     def pool(self) -> Samples | None:
@@ -53,6 +61,7 @@ def prepare(
     model: Network | None = None,
     method: Method | None = None,
     proxy: Dataset | None = None,
+    metrics: Sequence[Function] = (),
     elsewhere: bool = False,
     tokenizer: str = "",
 ) -> Setup:
@@ -62,25 +71,77 @@ def prepare(
     JSON, stands in for the one that is named.
     """
     method = registry.make(config.method, config.hyper) if method is None else registry.checked(method)
-    if isinstance(data, Federation):
-        federation = data
-    else:
-        found = load_data(config, tokenizer) if data is None else sized(data, wanted_size(config))
-        federation = divide(config, found)
+    notes: list[str] = []
+    if data is None and not config.data and not elsewhere:
+        raise SettingError("data is empty: name a dataset or a file (--data)")
+    found = load_data(config, tokenizer) if data is None else data
+    if isinstance(found, Federation):
+        config = config.model_copy(update={"clients": found.clients, "partition": "natural"})
+    elif data is not None:
+        found = sized(found, wanted_size(config))
+    federation = divide(config, found)
+    if not elsewhere:
+        federation, notes = standardise(config, federation)
     task = make_task(config, federation, method, model, proxy)
     (method if config.flat else method.regional()).check(task)
     check_labels(config.method, method, federation)
     hierarchy = arrange(config, task, federation, method)
     check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
     attack = attack_of(config, federation, hierarchy)
-    return Setup(config, task, federation, method, hierarchy, attack, warnings=tuple(_warnings(config, task)))
+    notes += [
+        *_warnings(config, task, federation, hierarchy),
+        *(() if elsewhere else _classes_without_samples(federation)),
+    ]
+    return Setup(
+        config,
+        task,
+        federation,
+        method,
+        hierarchy,
+        attack,
+        find_metrics(config.metrics, metrics, task.classes),
+        warnings=tuple(notes),
+    )
 
 
-def _warnings(config: Config, task: Task) -> Iterator[str]:
+def _warnings(config: Config, task: Task, federation: Federation, hierarchy: Hierarchy) -> Iterator[str]:
+    yield from data_notes(config, task.dataset)
+    if (largest := majority(federation)) is not None and is_imbalanced(largest):
+        yield f"the test classes are imbalanced: {always_predicting(largest)}; look at balanced accuracy"
+    for region in hierarchy.regions:
+        members, able = len(region.clients), len(with_data(federation.sizes, region.clients))
+        if able > 1 and cohort_size(able, members, region.participation) == 1:
+            where = "" if hierarchy.flat else f" of {region.name}"
+            yield (
+                f"participation = {region.participation:g}: of the {members} clients{where} one trains in a round, so "
+                "that nothing is averaged; a larger participation lets more train"
+            )
     if task.proxy is not None and config.proxy != "pool" and len(task.proxy) < config.proxy_size:
         yield f"proxy_size = {config.proxy_size}: the proxy data have {len(task.proxy)} samples, and all are used"
     if (encoder := encoder_of(config)) and not has_learnt(encoder):
         yield f"{encoder} has no weights: the encoder begins with random ones, as if it had learnt nothing"
+
+
+def majority(federation: Federation) -> Majority | None:
+    """The largest class of the test samples that are known here, and its share."""
+    dataset = federation.dataset
+    whole = len(dataset.test.y) > 0
+    labels = dataset.test.y.numpy() if whole else federation.test_split.y.numpy()[federation.test_index]
+    if not len(labels):
+        return None
+    counts = np.bincount(labels, minlength=len(dataset.classes))
+    largest = int(counts.argmax())
+    tests = "test set" if whole else "clients' tests"
+    return {"name": dataset.classes[largest], "share": float(counts[largest] / len(labels)), "tests": tests}
+
+
+def _classes_without_samples(federation: Federation) -> Iterator[str]:
+    """Classes of which no client has a training sample."""
+    dataset = federation.dataset
+    counts = np.bincount(dataset.train.y.numpy()[federation.train_index], minlength=len(dataset.classes))
+    if lacking := [name for name, count in zip(dataset.classes, counts, strict=True) if not count]:
+        more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+        yield f"no client has training samples of class {', '.join(lacking[:5])}{more}: it cannot be learnt"
 
 
 def attack_of(config: Config, federation: Federation, hierarchy: Hierarchy) -> Attack:

@@ -13,9 +13,10 @@ import numpy as np
 from fedstill.building.config import Config, RegionSettings
 from fedstill.building.task import local_training
 from fedstill.core import seeds
+from fedstill.core.arrays import IntArray
 from fedstill.core.errors import SettingError
 from fedstill.data.federation import Federation
-from fedstill.data.partition import IntArray, regions
+from fedstill.data.partition import regions
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.train.task import Task
@@ -58,16 +59,16 @@ class Hierarchy:
 
     def present(self, round_: int) -> list[tuple[Region, IntArray]]:
         """The regions of a round with their clients."""
-        here = [region for region in self.regions if region.present(round_)]
-        held = [region.clients for region in here]
-        if self.redrawn and here:
+        regions = [region for region in self.regions if region.present(round_)]
+        members = [region.clients for region in regions]
+        if self.redrawn and regions:
             episode = (round_ - 1) // self.rounds_per_episode
-            mixed = seeds.numpy_rng(self.seed, "regions", episode + 1).permutation(np.concatenate(held))
-            held = np.split(mixed, np.cumsum([len(clients) for clients in held])[:-1])
+            mixed = seeds.numpy_rng(self.seed, "regions", episode + 1).permutation(np.concatenate(members))
+            members = np.split(mixed, np.cumsum([len(clients) for clients in members])[:-1])
         if round_ < self.late_from and self.late:
             first_late = sum(len(region.clients) for region in self.regions) - self.late
-            held = [clients[clients < first_late] for clients in held]
-        return list(zip(here, held, strict=True))
+            members = [clients[clients < first_late] for clients in members]
+        return list(zip(regions, members, strict=True))
 
 
 def assign(config: Config, clients: int) -> list[IntArray]:

@@ -80,14 +80,14 @@ def say(found: Saved, text: str, source: Path, page: Path | None) -> None:
 def tally(claim: Saved) -> str:
     """A claim's verdicts in words."""
     counted = Counter(result["verdict"] for result in claim["checks"])
-    judged = sum(n for said, n in counted.items() if said != "open")
+    judged = sum(n for verdict, n in counted.items() if verdict != "open")
     if not judged:
         return "open"
     beside = f"; {counted['open']} open" if counted["open"] else ""
     if counted["confirmed"] == judged:
         return "confirmed" + beside
-    said = ("confirmed", "contradicted", "not seen at this scale", "too few seeds", "not run")
-    return ", ".join(f"{counted[v]} {v}" for v in said if counted[v]) + f" of {judged}" + beside
+    order = ("confirmed", "contradicted", "not seen at this scale", "too few seeds", "not run")
+    return ", ".join(f"{counted[v]} {v}" for v in order if counted[v]) + f" of {judged}" + beside
 
 
 def difference(result: Saved) -> str:

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from fedstill import data as datasets_
 from fedstill.analysis import listings
-from fedstill.analysis.comparing import COMPARISON, read_comparison, slug
-from fedstill.analysis.tables import episodes_table, percent, reliability_table, results_table
+from fedstill.analysis.comparing import read_comparison, slug
+from fedstill.analysis.tables import episodes_table, metrics_table, percent, reliability_table, results_table
 from fedstill.building.config import Config, is_config_file, parse_assignments, parse_sweeps, read_toml, resolve
 from fedstill.cli.failure import Halted
 from fedstill.core import custom
@@ -24,7 +24,7 @@ from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import read_json
 from fedstill.core.table import Table as TextTable
 from fedstill.methods import registry
-from fedstill.metrics.records import RoundRecord, Summary
+from fedstill.metrics.records import RoundRecord, Summary, curve_metrics
 from fedstill.running import api, files
 from fedstill.running.callbacks import Callback
 from fedstill.running.directory import RunDirectory, stopped_by
@@ -94,11 +94,11 @@ def own_callbacks(references: Sequence[str], *, tensorboard: bool = False) -> li
 
 def _show_result(result: Result, config: Config, path: Path) -> None:
     """The table and the curves of a run that has ended."""
-    print_table(results_table({config.method: result.summary}), no_wrap=True)
+    print_results({config.method: result.summary})
     from fedstill.report.curves import curves
 
     picture = path / files.CURVES
-    curves({config.method: result.records}, picture, title=title_of(config))
+    curves({config.method: result.records}, picture, metrics=curve_metrics(result.records), title=title_of(config))
     say(f"curves: {picture}\nall of it: {path}")
 
 
@@ -115,9 +115,9 @@ def show(directories: list[Path], plot: Path | None, as_: Format) -> None:
     finished: dict[str, Summary] = {}
     records: dict[str, list[RoundRecord]] = {}
     for directory in directories:
-        if (directory / COMPARISON).is_file():
+        if (directory / files.COMPARISON).is_file():
             found = read_comparison(directory)
-            print_tables([*found.tables(), *found.costs()] if as_ == "table" else found.tables(), as_)
+            print_tables(found.overview(costs=as_ == "table"), as_)
             if plot:
                 found.plot(plot)
             continue
@@ -135,11 +135,11 @@ def show(directories: list[Path], plot: Path | None, as_: Format) -> None:
             stopped = f", stopped by {by}" if by else ""
             say(f"{directory}: {done} of {total} rounds{stopped}; continue it with 'fedstill resume {directory}'")
     if finished:
-        print_tables([results_table(finished)], as_)
+        print_results(finished, as_)
     if plot and records:
         from fedstill.report.curves import curves
 
-        curves(records, plot)
+        curves(records, plot, metrics=curve_metrics([record for each in records.values() for record in each]))
     if plot:
         say(f"curves: {plot}")
 
@@ -154,14 +154,17 @@ def episodes(directory: Path, *, classes: bool, out: Path | None) -> None:
         raise SettingError(f"{directory} has no finished episode; runs with --regions have some")
     print_table(episodes_table(records), first="right", fold=False)
     last = next((episode for episode in reversed(ends) if "student" in episode), None)
-    if classes:
+    names: Sequence[str] = ()
+    if classes or out:
         names = prepare_again(run_directory, run_directory.config()).federation.dataset.classes
+    if classes:
         print_table(reliability_table(ends[-1], names), fold=False)
     if out and last:
         matrices = {name: teacher["confusion"] for name, teacher in last["teachers"].items()}
         from fedstill.report.confusion import confusion
 
-        confusion(matrices | {"global model": last["student"]["confusion"]}, out, title=f"episode {last['number']}")
+        matrices["global model"] = last["student"]["confusion"]
+        confusion(matrices, out, title=f"episode {last['number']}", classes=names)
         say(f"picture: {out}")
 
 
@@ -194,21 +197,21 @@ def samples(directory: Path, clients: list[int], count: int, out: Path) -> None:
     def pictures(state: Any) -> Any:
         return setup.method.pictures(setup.task, state, count) if state else None
 
-    made = {}
+    galleries = {}
     if not clients and (images := pictures(run_directory.server_state())) is not None:
-        made["server"] = images
+        galleries["server"] = images
     for client in clients or range(setup.federation.clients):
         if (images := pictures(run_directory.client_store.latest(client))) is not None:
-            made[f"client {setup.federation.client_names[client]}"] = images
+            galleries[f"client {setup.federation.client_names[client]}"] = images
         elif clients:
             raise SettingError(f"client {client} has no generator here: it was never active, or the method has none")
-        if not clients and len(made) == 4:
+        if not clients and len(galleries) == 4:
             break
-    if not made:
+    if not galleries:
         raise SettingError(f"there is no generator in {directory}; methods with one are fedkf and dafkd")
     from fedstill.report.gallery import gallery
 
-    gallery(made, out, title=f"{setup.config.method} on {setup.config.data}")
+    gallery(galleries, out, title=f"{setup.config.method} on {setup.config.data}")
     say(f"picture: {out}")
 
 
@@ -240,8 +243,7 @@ def datasets(data_dir: str | None) -> None:
         shape = "x".join(map(str, row.shape)) or "text"
         listing.add_row(
             row.name,
-            f"{row.train:,}",
-            f"{row.test:,}",
+            *(f"{count:,}" if count else "–" for count in (row.train, row.test)),
             str(row.classes),
             shape,
             row.origin,
@@ -249,8 +251,11 @@ def datasets(data_dir: str | None) -> None:
         )
     console.print(listing)
     say(
-        "Also: a folder of images by class, a folder per client, an .npz of x, y and client, a .csv of text and label, "
-        "file.py:function"
+        "Your own: --data with a folder of images by class (or clients/NAME/CLASS), an .npz of x, y and client, a "
+        "table (--target), a table of text (--text-column, --label-column), a folder of LEAF's, hf:NAME, or "
+        "file.py:function.\n"
+        "From Python: data=(x, y), a PyTorch or Hugging Face dataset, fedstill.from_frame(df, target=…); "
+        "docs/your-own-data.md shows each."
     )
 
 
@@ -263,11 +268,11 @@ def partition(flags: Flags, assignments: list[str], out: Path, as_: Format) -> N
         say(f"picture: {out}")
 
 
-def print_tables(tables: Sequence[TextTable], as_: Format, *, first: Justify = "left") -> None:
+def print_tables(tables: Sequence[TextTable], as_: Format, *, first: Justify = "left", no_wrap: bool = False) -> None:
     """Show tables on the terminal, or print them in another format."""
     for table in tables:
         if as_ == "table":
-            print_table(table, first=first)
+            print_table(table, first=first, no_wrap=no_wrap)
         else:
             print(table.formatted(as_))
 
@@ -283,6 +288,12 @@ def print_table(table: TextTable, *, first: Justify = "left", fold: bool = True,
     for row in table.rows:
         shown.add_row(*row)
     console.print(shown)
+
+
+def print_results(summaries: Mapping[str, Summary], as_: Format = "table") -> None:
+    """The tables of finished runs."""
+    metrics = metrics_table(summaries)
+    print_tables([results_table(summaries), *([metrics] if metrics else [])], as_, no_wrap=True)
 
 
 def run_name(config: Config) -> str:

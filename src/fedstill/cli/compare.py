@@ -49,8 +49,7 @@ def compare(
     except KeyboardInterrupt as error:
         again = "the same command, without --force" if force else "the same command"
         raise Halted(error, folder, again) from error
-    for table, cost in zip(found.tables(), found.costs(), strict=True):
-        print_tables([table, cost] if as_ == "table" else [table], as_)
+    print_tables(found.overview(costs=as_ == "table"), as_)
     picture = folder / files.CURVES
     found.plot(picture)
     if as_ == "table":

@@ -16,8 +16,9 @@ POLICY = "What the site agrees to"
 Allow = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="METHOD",
-        help=r"A method that may send more than weights; can be repeated. \[on a terminal, you are asked]",
+        metavar="METHOD|KIND",
+        help="A method that may send more than weights, or a kind of information that may be sent, such as "
+        r"class-counts, or statistics of a table's columns; can be repeated. \[on a terminal, you are asked]",
         rich_help_panel=POLICY,
     ),
 ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
@@ -26,22 +29,67 @@ Title = Annotated[str, typer.Option(help="What to write above the figure.", show
 Samples = Annotated[int, typer.Option(help="How many test samples.", min=10)]
 
 
+_FOR_PAPERS: dict[str, Any] = {
+    "width": Annotated[
+        float | None,
+        typer.Option(help=r"Inches; a column of a paper has about 3.4. \[as it suits a screen]", min=1, max=50),
+    ],
+    "font_size": Annotated[
+        float | None,
+        typer.Option(help=r"Points, of the labels of axes; other texts in proportion. \[10]", min=3, max=40),
+    ],
+    "order": Annotated[str | None, typer.Option(metavar="A,B,…", help="What comes first, by name, such as methods.")],
+    "label": Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=LABEL", help="What to write for a name, such as fedavg=FedAvg; can be repeated."),
+    ],
+}
+
+
+def _for_papers(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command these options, in which it draws its figure."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_look(**arguments: Any) -> None:
+            look = {name: arguments.pop(name) for name in names}
+            with _pictures().look(**look):
+                command(**arguments)
+
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        kind = inspect.Parameter.KEYWORD_ONLY
+        added = [inspect.Parameter(name, kind, default=None, annotation=_FOR_PAPERS[name]) for name in names]
+        with_look.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        return with_look
+
+    return decorate
+
+
+_named = _for_papers(*_FOR_PAPERS)
+_sized = _for_papers("width", "font_size")
+
+
 @app.command()
+@_named
 def curves(
     directories: Runs,
     metric: Annotated[
         list[str] | None,
-        typer.Option(help=r"A number of metrics.jsonl; can be repeated, one panel each. \[accuracy, fm]"),
+        typer.Option(
+            help="A number of metrics.jsonl, such as wlp or worst_auroc; can be repeated, one panel each. "
+            r"\[accuracy, or amp without a global test set; fm]"
+        ),
     ] = None,
     band: Annotated[Literal["std", "range"], typer.Option(help="Around the mean over seeds.")] = "std",
     out: Annotated[Path, _out("curves")] = Path("curves.png"),
     title: Title = "",
 ) -> None:
     """Metrics by round; runs that differ in the seed alone are one line with a band."""
-    _pictures().curves(directories, metric or ["accuracy", "fm"], band, out, title)
+    _pictures().curves(directories, metric or [], band, out, title)
 
 
 @app.command()
+@_named
 def bars(
     directories: Runs,
     by: Annotated[str, typer.Option(help="The setting along the axis, such as alpha, participation or method.")],
@@ -57,6 +105,7 @@ def bars(
 
 
 @app.command()
+@_sized
 def bubbles(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")],
     out: Annotated[Path, _out("bubbles")] = Path("bubbles.png"),
@@ -68,6 +117,7 @@ def bubbles(
 
 
 @app.command()
+@_named
 def confusion(
     directories: Runs,
     out: Annotated[Path, _out("confusion")] = Path("confusion.png"),
@@ -79,6 +129,7 @@ def confusion(
 
 
 @app.command()
+@_named
 def tsne(
     directories: Runs,
     samples: Samples = 500,
@@ -91,6 +142,7 @@ def tsne(
 
 
 @app.command()
+@_named
 def landscape(
     directories: Runs,
     dim: Annotated[int, typer.Option(help="Directions: 1 or 2.", min=1, max=2)] = 2,
@@ -106,6 +158,7 @@ def landscape(
 
 
 @app.command()
+@_named
 def distance(
     directories: Runs,
     band: Annotated[Literal["std", "range"], typer.Option(help="Around the mean over seeds.")] = "std",
@@ -118,12 +171,14 @@ def distance(
 
 
 @app.command()
+@_named
 def clients(directories: Runs, out: Annotated[Path, _out("clients")] = Path("clients.png"), title: Title = "") -> None:
     """Each client's accuracy, from the worst served to the best, with AMP and WLP."""
     _pictures().clients(directories, out, title)
 
 
 @app.command()
+@_sized
 def toy(
     rounds: Annotated[int, typer.Option(help="Communication rounds.", min=2)] = 20,
     points: Annotated[int, typer.Option(help="Points in the plane, of all clients.", min=20)] = 200,

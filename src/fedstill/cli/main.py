@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedstill.cli import cache, figures, keys
+from fedstill.cli import board, cache, columns, figures, inference, keys
 from fedstill.cli.consent import (
     Allow,
     Deny,
@@ -63,10 +63,15 @@ def options(
 app.add_typer(figures.app, name="figure", rich_help_panel="Look")
 app.add_typer(keys.app, name="keys", rich_help_panel="Many machines")
 app.command(name="cache", rich_help_panel="Look")(cache.cache)
+app.command(name="columns", rich_help_panel="Look")(columns.columns)
+for command in (inference.predict, inference.evaluate, inference.export):
+    app.command(rich_help_panel="Use a trained model")(command)
+app.command(name="board", rich_help_panel="Look")(board.board)
 
-FEDERATION = ("data", "data_dir", "partition", "alpha", "clients", "regions")
+COLUMNS = ("target", "text_column", "label_column", "client_column")
+FEDERATION = ("data", "data_dir", *COLUMNS, "partition", "alpha", "clients", "regions")
 LEARNING = ("participation", "rounds", "epochs", "batch_size", "lr", "model", "seed")
-LOCAL = ("workers", "engine", "device", "eval_every")
+LOCAL = ("workers", "engine", "device", "eval_every", "metrics")
 
 DataDir = Annotated[str | None, option("data_dir")]
 Device = Annotated[str | None, option("device")]
@@ -117,17 +122,22 @@ WaitAfter = Annotated[
     float | None,
     typer.Option(
         help="Seconds for which a round waits on, once min_clients have answered and no other does. "
-        r"\[ten times as long as sites took before, at least 30]",
+        r"\[ten times what the other sites take, at least 30]",
         min=0,
         show_default=False,
     ),
 ]
 Recount = Annotated[
     list[str] | None,
-    typer.Option(metavar="SITE", help="A site that may hold more or less than when it joined; can be repeated."),
+    typer.Option(
+        metavar="SITE",
+        help="A site that may hold more or less than when it joined, or lost its state; repeatable.",
+    ),
 ]
 OwnDataDir = Annotated[str, typer.Option(help=r"Where dataset files are. \[$FEDSTILL_DATA]")]
 OwnMethod = Annotated[str, typer.Option(help="file.py:Class, where the run's method is no name but a file.")]
+OwnTextColumn = Annotated[str, typer.Option(help=r"Column of the texts of the site's table. \[text]")]
+OwnLabelColumn = Annotated[str, typer.Option(help=r"Column of their labels. \[label]")]
 OwnModel = Annotated[str, typer.Option(help="file.py:function, where the run's network is no name but a file.")]
 OwnPretrained = Annotated[
     str, typer.Option(help="Folder or hub name of the encoder, where the run's network begins with one.")
@@ -163,7 +173,7 @@ def run(
 
 
 @app.command(rich_help_panel="Train")
-@with_settings(*FEDERATION, *LEARNING, *LOCAL, "target")
+@with_settings(*FEDERATION, *LEARNING, *LOCAL, "target_accuracy")
 def compare(
     methods: Annotated[list[str], typer.Argument(help="Methods from 'fedstill methods', or file.py:Class.")],
     settings: Settings,
@@ -179,7 +189,7 @@ def compare(
 
     \b
     fedstill compare fedavg fedprox --alpha 0.1
-    fedstill compare fedavg fedgkd fedkf --seeds 5 --sweep alpha=0.05,0.1,1 --target 0.7
+    fedstill compare fedavg fedgkd fedkf --seeds 5 --sweep alpha=0.05,0.1,1 --target-accuracy 0.7
 
     A --set that only some of the methods know goes to those. Interrupted, the same command goes on.
     """
@@ -215,7 +225,7 @@ def rollback(
 
 
 @app.command(rich_help_panel="Many machines")
-@with_settings("data", "data_dir", *LEARNING, "device", "eval_every")
+@with_settings("data", "data_dir", *COLUMNS, *LEARNING, "device", "eval_every", "metrics")
 def serve(
     method: Annotated[str, typer.Argument(help="A method from 'fedstill methods', or a config.toml.")],
     keys: Annotated[Path, typer.Option(help="The directory with the server's certificate and the sites' public keys.")],
@@ -292,15 +302,21 @@ def join(
     ca: Ca = None,
     data: Annotated[
         str,
-        typer.Option(help=r"The site's data: a folder, an .npz, a .csv or file.py:function. \[its share of the run's]"),
+        typer.Option(
+            help=r"The site's data: a folder, an .npz, a .csv, a table or file.py:function. \[its share of the run's]"
+        ),
     ] = "",
+    target: Annotated[str, typer.Option(help=r"Of a table: the column with the label. \[the run's]")] = "",
     data_dir: OwnDataDir = "",
+    text_column: OwnTextColumn = "",
+    label_column: OwnLabelColumn = "",
     method: OwnMethod = "",
     model: OwnModel = "",
     pretrained: OwnPretrained = "",
     device: Annotated[str, typer.Option(help="Where the site trains: cpu, cuda, cuda:1 and so on, or auto.")] = "cpu",
     directory: Annotated[Path | None, typer.Option(help=r"What the site keeps between rounds. \[site-NAME]")] = None,
     insecure: Insecure = False,
+    once: Annotated[bool, typer.Option("--once", help="End after one run, instead of waiting for the next.")] = False,
     allow: Allow = None,
     deny: Deny = None,
     max_rounds: MaxRounds = None,
@@ -308,20 +324,23 @@ def join(
     download: Download = None,
     policy: PolicyFile = None,
 ) -> None:
-    """Train with sites that keep their data: a site's end. Runs until it is stopped.
+    """Train with sites that keep their data: a site's end. Runs until it is stopped, or with --once until a run ends.
 
     \b
     fedstill join server.example:9092 --key trial/sites/north --ca trial/ca.pem --data ./images
 
-    What is sent is listed in the site's audit.jsonl. Methods that send more than weights need --allow METHOD.
+    At the end of a run the final model is in the site's folder: fedstill predict site-north --data ./new-images
+    What is sent is listed in the site's audit.jsonl. Methods that send more than weights need --allow METHOD; of a
+    table, sums over its columns (means, spreads, categories) need --allow statistics.
     """
     agreed = policy_of(
         policy, allow=allow or [], deny=deny or [], max_rounds=max_rounds, max_hours=max_hours, download=download
     )
     importlib.import_module("fedstill.cli.network").join(
         server, key=key, ca=ca, directory=directory, insecure=insecure, policy=agreed,
-        ask=ask if on_terminal() else None,
-        data=data, data_dir=data_dir, method=method, model=model, pretrained=pretrained, device=device,
+        ask=ask if on_terminal() else None, once=once,
+        data=data, target=target, data_dir=data_dir, method=method, model=model, pretrained=pretrained, device=device,
+        text_column=text_column, label_column=label_column,
     )  # fmt: skip
 
 
@@ -401,9 +420,11 @@ def show(
 
 @app.command(rich_help_panel="Look")
 def verify(
-    directories: Annotated[list[Path], typer.Argument(help="Run directories, or folders that hold some.")],
+    directories: Annotated[
+        list[Path], typer.Argument(help="Run directories, folders of sites (site-NAME), or folders that hold some.")
+    ],
 ) -> None:
-    """Check that runs, finished or under way, still are what was written; exit 1 if not."""
+    """Check that runs, finished or under way, and what sites keep, still are what was written; exit 1 if not."""
     raise typer.Exit(_commands("verify").verify(directories))
 
 
@@ -412,10 +433,18 @@ def report(
     directories: Annotated[list[Path], typer.Argument(help="Run directories, or folders that hold some.")],
     out: Annotated[Path, typer.Option(help="The page, one file.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="What to write above it.", show_default=False)] = "",
+    baseline: Annotated[str, typer.Option(help=r"The method that others are compared with. \[the first]")] = "",
     trust_code: TrustCode = False,
 ) -> None:
-    """Write a page about runs: results, figures, settings."""
-    importlib.import_module("fedstill.cli.pictures").report(directories, out, title)
+    """Write a page about runs: results, charts, settings. One file, which a browser opens without a network.
+
+    \b
+    fedstill report runs/compare-… --out report.html
+    fedstill report runs --baseline fedavg
+
+    Runs are in the order given, those of a comparison in its order. 'fedstill board' shows runs under way.
+    """
+    importlib.import_module("fedstill.cli.pictures").report(directories, out, title, baseline)
 
 
 @app.command(rich_help_panel="Look")
@@ -462,7 +491,7 @@ def samples(
 
 
 @app.command(rich_help_panel="Look")
-@with_settings("data", "data_dir", "model")
+@with_settings("data", "data_dir", *COLUMNS, "model")
 def methods(
     settings: Settings,
     method: Annotated[str | None, typer.Argument(help="Show this one's settings.")] = None,
@@ -489,7 +518,7 @@ def datasets(data_dir: DataDir = None) -> None:
 
 
 @app.command(rich_help_panel="Look")
-@with_settings("data", "data_dir", "partition", "alpha", "clients", "seed")
+@with_settings("data", "data_dir", *COLUMNS, "partition", "alpha", "clients", "seed")
 def partition(
     settings: Settings,
     out: Annotated[Path, typer.Option(help="The picture: PNG, SVG or PDF.")] = Path("partition.png"),

@@ -16,11 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from fedstill.analysis.tables import results_table
 from fedstill.building.config import Config
-from fedstill.building.data import load_data, undivided
+from fedstill.building.data import dataset_in, load_data, undivided
 from fedstill.building.setup import largest_answer
-from fedstill.cli.commands import Flags, config_of, console, own_callbacks, print_table, run_in, run_name, say
+from fedstill.cli.commands import Flags, config_of, console, own_callbacks, print_results, run_in, run_name, say
 from fedstill.cli.failure import TERMINATED, Terminated
 from fedstill.core.errors import SettingError, unknown
 from fedstill.core.owner import check_private
@@ -30,6 +29,7 @@ from fedstill.deployment.region import RegionalServer
 from fedstill.deployment.server import Terms, regions_of
 from fedstill.deployment.server import serve as serve_sites
 from fedstill.deployment.site import LocalInputs, Site
+from fedstill.deployment.statistics import widest
 from fedstill.running import files
 
 if TYPE_CHECKING:
@@ -95,15 +95,16 @@ def serve(
     _needs_flower()
     public, revoked = _public_keys(keys), _revoked(keys)
     terms = _terms(public, timeout, needed, wait_after, recount)
-    config = config_of(method, flags if regional else {**flags, "clients": len(public)}, assignments)
-    path = out or _begun(config, len(revoked)) or Path("runs") / f"served-{run_name(config)}"
+    config = config_of(method, flags, assignments)
+    config = config if regional else config.model_copy(update={"clients": len(public)})
+    path = out or _unfinished_run(config, len(revoked)) or Path("runs") / f"served-{run_name(config)}"
     names = list(public)
     if regional:
         names += sorted(revoked & {table.name for table in config.each_region()})
         regions_of(config, names)
     hearing = own_callbacks(callbacks)
     _warn(insecure)
-    limit = largest_answer(config, undivided(config, load_data(config)))
+    limit = largest_answer(config, undivided(config, widest(config, dataset_in(load_data(config)))))
     with (
         _terminable(),
         run_in(path, again="the same command") as display,
@@ -131,7 +132,7 @@ def serve(
             regional=regional,
             revoked=revoked,
         )
-    print_table(results_table({config.method: result.summary}), no_wrap=True)
+    print_results({config.method: result.summary})
     say(f"all of it: {path}")
 
 
@@ -180,7 +181,7 @@ def _revoked(keys: Path) -> set[str]:
     return revoked(keys)
 
 
-def _begun(config: Config, revoked: int) -> Path | None:
+def _unfinished_run(config: Config, revoked: int) -> Path | None:
     """The directory of an unfinished run of before keys were revoked; its name has the number of sites."""
     for clients in range(config.clients + revoked, config.clients, -1):
         path = Path("runs") / f"served-{run_name(config.model_copy(update={'clients': clients}))}"
@@ -199,7 +200,7 @@ def _public_keys(keys: Path) -> dict[str, Path]:
     return public
 
 
-def _needed(needed: int, public: dict[str, Path]) -> int:
+def _sites_needed(needed: int, public: dict[str, Path]) -> int:
     if needed > len(public):
         raise SettingError(f"--needed {needed}: there are keys of {len(public)} sites")
     return needed or len(public)
@@ -209,7 +210,7 @@ def _terms(public: dict[str, Path], timeout: float, needed: int, wait_after: flo
     for name in recount:
         if name not in public:
             raise unknown("site", name, public)
-    return Terms(timeout, _needed(needed, public), wait_after, tuple(recount))
+    return Terms(timeout, _sites_needed(needed, public), wait_after, tuple(recount))
 
 
 def _warn(insecure: bool) -> None:
@@ -241,22 +242,31 @@ def region(
 
 def join(
     server: str, *, key: Path, ca: Path | None, directory: Path | None, insecure: bool, policy: Policy,
-    ask: Callable[[str], bool] | None, **inputs: str,
+    ask: Callable[[str], bool] | None, once: bool, **inputs: str,
 ) -> None:  # fmt: skip
     _needs_flower()
     if not inputs["data"]:
         say("no --data: this site takes its share of what the run divides, which is for trials")
     place = directory or Path(f"site-{key.name}")
-    site = Site(place, LocalInputs(**inputs), policy, ask)
-    _answer(site, server, key, ca, place, insecure=insecure, most_seconds=policy.most_seconds)
+    ended = False
+
+    def finished(text: str) -> None:
+        nonlocal ended
+        ended = once
+        say(f"{text}; " + ("this site ends (--once)" if once else "waiting for the next run, until Ctrl-C"))
+
+    site = Site(place, LocalInputs(**inputs), policy, ask, finished)
+    _answer(
+        site, server, key, ca, place, insecure=insecure, most_seconds=policy.most_seconds, done=lambda: ended
+    )  # fmt: skip
     _leave()
 
 
 def _answer(
     site: Site | RegionalServer, server: str, key: Path, ca: Path | None, place: Path, *, insecure: bool,
-    most_seconds: float = math.inf,
+    most_seconds: float = math.inf, done: Callable[[], bool] = lambda: False,
 ) -> None:  # fmt: skip
-    """Answer a server's requests until this process is stopped."""
+    """Answer a server's requests until this process is stopped, or done."""
     from fedstill.flower.node import serve
 
     _warn(insecure)
@@ -266,7 +276,7 @@ def _answer(
     logging.getLogger("alembic").setLevel(logging.WARNING)
     serve(
         site.handle, server=server, key=key, ca=None if insecure else ca, directory=place, record=site.record,
-        most_seconds=most_seconds,
+        most_seconds=most_seconds, done=done,
         ready=lambda: say(f"connected to {server} as {key.name}"),
     )  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.progress import track
@@ -12,8 +13,25 @@ from fedstill.analysis.pages import write_page
 from fedstill.analysis.runs import group_runs, in_common, read_runs
 from fedstill.cli import commands
 from fedstill.core.errors import SettingError
-from fedstill.report.curves import Band
+from fedstill.report import style
 from fedstill.report.runs import Group
+from fedstill.report.series import Band
+
+
+@contextmanager
+def look(
+    width: float | None = None, font_size: float | None = None, order: str | None = None, label: list[str] | None = None
+) -> Iterator[None]:
+    """Draw with the options that figures share."""
+    labels = {}
+    for pair in label or []:
+        name, equals, text = pair.partition("=")
+        if not (name and equals and text):
+            raise SettingError(f"--label {pair}: write it as NAME=LABEL, such as fedavg=FedAvg")
+        labels[name] = text
+    names = [name.strip() for name in (order or "").split(",") if name.strip()]
+    with style.using(style.Look(width, font_size, names, labels)):
+        yield
 
 
 def curves(directories: list[Path], metrics: list[str], band: Band, out: Path, title: str) -> None:
@@ -76,12 +94,12 @@ def toy(rounds: int, points: int, seed: int, out: Path, title: str) -> None:
     _done(out)
 
 
-def report(directories: list[Path], out: Path, title: str) -> None:
+def report(directories: list[Path], out: Path, title: str, baseline: str) -> None:
     if out.suffix.lower() not in (".html", ".htm"):
         raise SettingError(f"--out {out}: a page ends in .html")
     if not out.parent.is_dir():
         raise SettingError(f"--out {out}: there is no folder {out.parent}")
-    write_page(directories, out, title)
+    write_page(directories, out, title, baseline)
     commands.say(f"page: {out}")
 
 

@@ -15,7 +15,10 @@ from fedstill.building.schema import Config, meaning
 Settings = dict[str, Any]  # the settings that were given as flags, by name
 PARTITION, TRAINING, RUNNING = "Data partition", "Training", "Running"  # panels of the help
 _PANELS = {
-    PARTITION: ("data", "data_dir", "partition", "alpha", "clients", "regions"),
+    PARTITION: (
+        *("data", "target", "text_column", "label_column", "client_column", "data_dir"),
+        *("partition", "alpha", "clients", "regions"),
+    ),
     TRAINING: ("rounds", "participation", "epochs", "batch_size", "lr", "model"),
 }
 _PARAMETER = "settings"
@@ -62,7 +65,7 @@ def help_text(field: FieldInfo) -> str:
 
 def _flag(name: str) -> inspect.Parameter:
     annotation = Config.model_fields[name].annotation
-    kind: Any = str if get_origin(annotation) is Literal else annotation
+    kind: Any = str if get_origin(annotation) in (Literal, list) else annotation  # a list: with commas
     return inspect.Parameter(
         name,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,

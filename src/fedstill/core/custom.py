@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.files import home_path
 
 
 def is_reference(name: str) -> bool:
@@ -58,7 +59,7 @@ def files(name: str) -> list[Path]:
 
 
 def _file(reference: str) -> Path:
-    return Path(reference.rpartition(":")[0]).expanduser().resolve()
+    return home_path(reference.rpartition(":")[0]).resolve()
 
 
 @cache
@@ -88,7 +89,7 @@ def load(reference: str, kind: str = "") -> Any:
     if kind and not is_reference(reference):
         return _registered(kind, reference)
     file, _, name = reference.rpartition(":")
-    path = Path(file).expanduser().resolve()
+    path = home_path(file).resolve()
     if not path.is_file():
         raise SettingError(f"{reference}: there is no file {file}")
     try:
@@ -110,7 +111,7 @@ def call(reference: str, *arguments: Any, kind: str = "") -> Any:
     except FedstillError:
         raise
     except Exception as error:
-        path = Path(reference.rpartition(":")[0]).expanduser().resolve()
+        path = home_path(reference.rpartition(":")[0]).resolve()
         raise SettingError(f"{reference} failed: {summary(error, path)}") from error
 
 

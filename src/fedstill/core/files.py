@@ -28,6 +28,15 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
+def home_path(name: str | os.PathLike[str]) -> Path:
+    """A path whose `~` is the home folder; where there is no such user, it stays as it is, as in a shell.
+
+    >>> home_path("~nobody-at-all/x")
+    PosixPath('~nobody-at-all/x')
+    """
+    return Path(os.path.expanduser(name))
+
+
 def write_atomic(path: str | os.PathLike[str], data: bytes | str, *, durable: bool = True) -> None:
     """Write a file so that a reader, or a crash, finds the old content or the new and never a part.
 
@@ -85,13 +94,15 @@ def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
     write_json(path, value | {"sha256": _seal_of(value)})
 
 
-def read_sealed_json(path: Path) -> dict[str, Any]:
-    """The object that was written; DataError if the file is damaged. One without a digest is taken as it is."""
+def read_sealed_json(path: Path, *, earlier: bool = False) -> dict[str, Any]:
+    """The object that was written; DataError if the file is damaged. `earlier`: by a version that wrote no digests."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise DataError(f"{path} is damaged: it holds no JSON object")
-    if value.pop("sha256", None) not in (None, _seal_of(value)):
-        raise DataError(f"{path} is not what was written: its digest does not fit; put it back from a copy")
+    digest = value.pop("sha256", None)
+    if digest != _seal_of(value) and not (earlier and digest is None):
+        problem = "has lost its digest" if digest is None else "is not what was written: its digest does not fit"
+        raise DataError(f"{path} {problem}; put it back from a copy")
     return value
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -31,6 +32,7 @@ class Code(StrEnum):
     OUT_OF_TIME = "out-of-time"
     OUT_OF_MEMORY = "out-of-memory"
     DISK = "disk"
+    STATE_LOST = "state-lost"
     BAD_REQUEST = "bad-request"
     TOO_FEW_SITES = "too-few-sites"
     SITES_MISCOUNTED = "sites-miscounted"
@@ -65,6 +67,7 @@ SENTENCES = {
     Code.OUT_OF_TIME: "it was not done in time",
     Code.OUT_OF_MEMORY: "it has not enough memory",
     Code.DISK: "its disk could not be read or written",
+    Code.STATE_LOST: "what it kept of its earlier rounds is missing there; --recount of the server lets it begin anew",
     Code.BAD_REQUEST: "it did not understand the request",
     Code.TOO_FEW_SITES: "too few of its own sites took part",
     Code.SITES_MISCOUNTED: "it has keys of another number of sites than its region has clients in the settings",
@@ -138,6 +141,11 @@ def sentence(received: Any) -> str:
             details = f"code {code}, step {step}, number {number}"
             return f"{SENTENCES[Code(code)]} ({details}; details are in the site's own log)"
     return "it failed, and its report is not one of the known codes"
+
+
+def frames(error: BaseException) -> str:
+    """Where an error was raised, line by line, without its own words, which may be somebody else's."""
+    return "".join(traceback.format_list(traceback.extract_tb(error.__traceback__))).rstrip()
 
 
 def cleaned(text: object, most: int = 200) -> str:

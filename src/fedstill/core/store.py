@@ -37,10 +37,12 @@ class Store:
 
     def read(self, client: int, before: int) -> Tree | None:
         """The newest state that a round earlier than `before` wrote, or None."""
-        rounds = [r for r in self._rounds(client) if r < before]
-        if not rounds:
-            return None
-        return self.check(client, max(rounds))[0]
+        newest = self.newest(client, before)
+        return self.check(client, newest)[0] if newest else None
+
+    def newest(self, client: int, before: int) -> int:
+        """The last round earlier than `before` that wrote a state; 0: none did."""
+        return max((r for r in self._rounds(client) if r < before), default=0)
 
     def check(self, client: int, round_: int) -> tuple[Tree, str]:
         """The state that a round wrote, and its digest; DataError if it is not what was written, or is not there."""

@@ -148,7 +148,8 @@ def decode(data: bytes) -> Tree:
 
 def _fill(node: Tree, tensors: dict[str, Tensor]) -> Tree:
     if isinstance(node, dict):
-        return tensors[node[_TENSOR]] if _TENSOR in node else {k: _fill(v, tensors) for k, v in node.items()}
+        # Taken out: `encode` names each tensor once, and one that is named again would be a copy when it is written.
+        return tensors.pop(node[_TENSOR]) if _TENSOR in node else {k: _fill(v, tensors) for k, v in node.items()}
     if isinstance(node, list):
         return [_fill(v, tensors) for v in node]
     return node

@@ -26,6 +26,7 @@ def files_of(settings: Mapping[str, Any]) -> list[Path]:
     """The files with code that settings name."""
     tables = settings.get("region", [])
     named = [settings.get(name) for name in ("method", "model", "data", "proxy")]
+    named += metrics if isinstance(metrics := settings.get("metrics", []), list) else []
     named += [table.get("method") for table in tables if isinstance(table, Mapping)] if isinstance(tables, list) else []
     return list(dict.fromkeys(file for name in named if isinstance(name, str) for file in custom.files(name)))
 

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedstill.core.errors import DataError
-from fedstill.core.files import naming, read_json, write_json
+from fedstill.core.files import home_path, naming, read_json, write_json
 from fedstill.core.owner import tighten
 from fedstill.data.formats.decoded import Array, Decoded, SourceFile, SplitArrays
 
-VERSION = 1  # of what is stored; a new number makes every older entry unused
+VERSION = 2  # of what is stored; a new number makes every older entry unused
 ENDS = 65_536  # bytes looked at from each end of a file
 LOOKED_INTO = 256  # files whose ends enter the key; of more files, so many spread evenly
 STALE_SECONDS = 24 * 3600
@@ -33,7 +33,7 @@ EXPIRES_DAYS = 30  # without use
 
 def cache_folder() -> Path:
     """Where entries are kept: FEDSTILL_CACHE, else ~/.cache/fedstill/decoded."""
-    return Path(os.environ.get("FEDSTILL_CACHE") or "~/.cache/fedstill/decoded").expanduser()
+    return home_path(os.environ.get("FEDSTILL_CACHE") or "~/.cache/fedstill/decoded")
 
 
 def cached(
@@ -104,6 +104,8 @@ def _store(entry: Path, decoded: Decoded, source: str) -> Decoded:
             "mean": decoded.mean,
             "std": decoded.std,
             "tokenizer": decoded.tokenizer,
+            "original_size": decoded.original_size,
+            "notes": decoded.notes,
             "arrays": checks,
         }
         write_json(temporary / "meta.json", meta)
@@ -206,7 +208,9 @@ def _read(entry: Path) -> Decoded | None:
             client_names=tuple(meta["client_names"]),
             mean=tuple(meta["mean"]),
             std=tuple(meta["std"]),
-            tokenizer=meta.get("tokenizer", ""),
+            tokenizer=meta["tokenizer"],
+            original_size=meta["original_size"],
+            notes=tuple(meta["notes"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, DataError):
         return None

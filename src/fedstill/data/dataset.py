@@ -48,6 +48,8 @@ class Dataset:
     std: tuple[float, ...] = ()
     client_names: tuple[str, ...] = field(default=(), repr=False)
     tokenizer: str = field(default="", repr=False, kw_only=True)  # of text: one of the tokenizers library, as JSON
+    original_size: str = field(default="", repr=False, kw_only=True)  # of images that were resized, in words
+    notes: tuple[str, ...] = field(default=(), repr=False, kw_only=True)  # what was done to the data, for a run's log
     table: TablePreprocessing | None = field(default=None, repr=False, kw_only=True)  # of tables: what each column is
 
     @cached_property
@@ -108,4 +110,5 @@ def sized(dataset: Dataset, size: int) -> Dataset:
         x = F.interpolate(split.x, (size, size), mode="bilinear", antialias=True, align_corners=False)
         return replace(split, x=x.contiguous(memory_format=torch.channels_last))
 
-    return replace(dataset, train=resize(dataset.train), test=resize(dataset.test))
+    original = dataset.original_size or "{1}x{0}".format(*dataset.shape[1:])
+    return replace(dataset, train=resize(dataset.train), test=resize(dataset.test), original_size=original)

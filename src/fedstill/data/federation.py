@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, Literal
@@ -12,14 +12,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedstill.core.arrays import IntArray
 from fedstill.core.choices import ALPHA
 from fedstill.core.errors import DataError, SettingError, unknown
 from fedstill.core.seeds import numpy_rng
 from fedstill.data import partition as partitions
 from fedstill.data.dataset import Dataset, Split
-from fedstill.data.partition import IntArray, check_setting, long_tail, random_ranks, subsample
+from fedstill.data.formats.arrays import as_array, check_finite
+from fedstill.data.formats.labels import numbered
+from fedstill.data.partition import check_setting, long_tail, subsample
+from fedstill.data.partition_draws import random_ranks
 
 Array = npt.NDArray[Any] | Tensor
+Labels = Array | Sequence[str] | Sequence[int]
 
 
 LOCAL_TESTS = ("split", "matched", "shared")
@@ -163,8 +168,8 @@ def federate(
 
 
 def from_clients(
-    clients: Sequence[tuple[Array, Array]],
-    test: tuple[Array, Array] | None = None,
+    clients: Sequence[tuple[Array, Labels]],
+    test: tuple[Array, Labels] | None = None,
     *,
     classes: Sequence[str] = (),
     names: Sequence[str] = (),
@@ -173,7 +178,7 @@ def from_clients(
     dataset_name: str = "clients",
     mean: tuple[float, ...] = (),
     std: tuple[float, ...] = (),
-    pool: tuple[Array, Array] | None = None,
+    pool: tuple[Array, Labels] | None = None,
 ) -> Federation:
     """A federation of clients given as (samples, labels) each, with an optional global test set.
 
@@ -185,32 +190,41 @@ def from_clients(
     """
     if not clients:
         raise DataError("there are no clients; give a (samples, labels) pair for each")
-    pairs = [_pair(f"client {k}", x, y) for k, (x, y) in enumerate(clients)]
-    for k, (x, y) in enumerate(pairs):
-        if not len(y):
-            raise DataError(f"client {k} has no samples; leave it out")
-        if x.shape[1:] != pairs[0][0].shape[1:]:
-            raise DataError(
-                f"samples of client {k} have shape {tuple(x.shape[1:])}, those of client 0 "
-                f"{tuple(pairs[0][0].shape[1:])}; all must have the same shape"
-            )
     if names and len(names) != len(clients):
         raise DataError(f"{len(names)} names were given for {len(clients)} clients; give one for each")
-    x, y = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
-    test_x, test_y = (x[:0], y[:0]) if test is None else _pair("the test set", *test)
-    pool_x, pool_y = (x[:0], y[:0]) if pool is None else _pair("the pool", *pool)
-    owner = torch.repeat_interleave(torch.tensor([len(y) for _, y in pairs] + [len(pool_y)]))
-    owner[len(y) :] = -1
-    pooled = np.arange(len(y), len(owner))
-    x, y = torch.cat([x, pool_x]), torch.cat([y, pool_y])
-    highest = int(torch.cat([y, test_y]).max())
-    if classes and highest >= len(classes):
-        raise DataError(f"label {highest} has no name among the {len(classes)} classes given")
+    if doubled := next((name for name in names if list(names).count(name) > 1), None):
+        raise DataError(f"two clients are called {doubled!r}; give each a name of its own")
+    called = [f"client {name}" for name in names or range(len(clients))]
+    parts = {name: _pair(name, *pair) for name, pair in zip(called, _pairs(clients), strict=True)}
+    for name, (x, labels) in parts.items():
+        if not len(labels):
+            raise DataError(f"{name} has no samples; leave it out")
+        if x.shape[1:] != parts[called[0]][0].shape[1:]:
+            raise DataError(
+                f"samples of {name} have shape {tuple(x.shape[1:])}, those of {called[0]} "
+                f"{tuple(parts[called[0]][0].shape[1:])}; all must have the same shape"
+            )
+    extra = {"the test set": test, "the pool": pool}
+    parts |= {name: _pair(name, *pair) for name, pair in extra.items() if pair is not None}
+    prefix = "labels of "
+    numbers, class_names = numbered({prefix + name: y for name, (_, y) in parts.items()}, classes or None, dataset_name)
+
+    def joined(*names: str) -> tuple[Tensor, Tensor]:
+        """Samples and labels of these parts, one after the other; nothing of those that are not there."""
+        there = [name for name in names if name in parts]
+        x = torch.cat([parts[called[0]][0][:0], *(parts[name][0] for name in there)])
+        return x, torch.from_numpy(np.concatenate([*(numbers[prefix + name] for name in there), np.zeros(0, np.int64)]))
+
+    (x, y), (test_x, test_y) = joined(*called, "the pool"), joined("the test set")
+    sizes = [len(parts[name][1]) for name in called]
+    owner = torch.full((len(y),), -1)
+    owner[: sum(sizes)] = torch.repeat_interleave(torch.tensor(sizes))
+    pooled = np.arange(sum(sizes), len(y))
     dataset = Dataset(
         name=dataset_name,
         train=Split(_channels_last(x), y, owner),
         test=Split(_channels_last(test_x), test_y),
-        classes=tuple(classes) or tuple(map(str, range(highest + 1))),
+        classes=class_names,
         mean=mean,
         std=std,
         client_names=tuple(names),
@@ -317,27 +331,30 @@ def _stretches(
     return _compress(index, np.repeat(client, length), len(wanted))
 
 
-def _pair(whose: str, x: Array, y: Array) -> tuple[Tensor, Tensor]:
-    """Samples and labels as tensors, checked."""
-    if np.asarray(y).dtype.kind in "USO":
-        raise DataError(
-            f"labels of {whose} must be whole numbers; fedstill.from_arrays(x, y, client=…) takes names too"
-        )
-    samples, labels = torch.as_tensor(x), torch.as_tensor(y)
+def _pairs(clients: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    for number, client in enumerate(clients):
+        if not isinstance(client, Sequence) or isinstance(client, str) or len(client) != 2:
+            raise DataError(f"client {number} is a {type(client).__name__}; give a (samples, labels) pair for each")
+        yield client[0], client[1]
+
+
+def _pair(whose: str, x: Any, y: Any) -> tuple[Tensor, npt.NDArray[Any]]:
+    """Samples as a tensor and labels as they are, checked."""
+    samples, labels = torch.as_tensor(x), as_array(y)
     if samples.dtype == torch.uint8:
         raise DataError(
             f"samples of {whose} are raw bytes; scale them to floats, or let fedstill.from_arrays(x, y, client=…) do it"
         )
-    if samples.is_floating_point() and not torch.isfinite(samples).all():
-        raise DataError(f"samples of {whose} hold numbers that are not finite")
+    if not samples.is_floating_point() and samples.dim() == 2:
+        samples = samples.float()  # features; tokens come from fedstill.from_arrays(…, tokens=True)
+    if samples.is_floating_point():
+        check_finite(samples.numpy(), f"samples of {whose}")
     if labels.ndim != 1 or len(samples) != len(labels):
         raise DataError(
             f"{whose} has samples of shape {tuple(samples.shape)} and labels of shape "
             f"{tuple(labels.shape)}; give one label for each sample"
         )
-    if labels.is_floating_point() or (len(labels) and int(labels.min()) < 0):
-        raise DataError(f"labels of {whose} must be whole numbers, 0 or more")
-    return samples, labels.to(torch.int64)
+    return samples, labels
 
 
 def _channels_last(x: Tensor) -> Tensor:

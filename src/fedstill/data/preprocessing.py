@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -70,7 +72,7 @@ class ImagePreprocessing(_Preprocessing):
         return x.contiguous(memory_format=torch.channels_last)
 
     def normalise(self, x: Tensor) -> Tensor:
-        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
+        mean, std = torch.tensor(self.mean, device=x.device), torch.tensor(self.std, device=x.device)
         scale, shift = (1 / (255 * std)).view(-1, 1, 1), (mean / std).view(-1, 1, 1)
         if x.is_floating_point():
             return x * scale - shift
@@ -142,28 +144,37 @@ class TablePreprocessing(_Preprocessing):
         lengths = {name: len(values) for name, values in given.items()}
         if len(set(lengths.values())) > 1:
             raise DataError(f"columns differ in length: {', '.join(f'{k} has {v}' for k, v in lengths.items())}")
-        stored = [self._stored(column, given[column.name]) for column in self.columns]
-        return torch.from_numpy(np.stack(stored, axis=1) if stored else np.zeros((0, 0)))
-
-    @staticmethod
-    def _stored(column: Column, values: Sequence[Any]) -> Array:
-        if column.categories is None:
-            return np.array([number(value, column.name) for value in values], np.float64)
-        places = {name: float(place) for place, name in enumerate(column.categories)}
-        return np.array([places.get(category(value), math.nan) for value in values], np.float64)
+        stored = np.empty((max(lengths.values()), len(self.columns)))
+        for place, column in enumerate(self.columns):
+            values = given[column.name]
+            stored[:, place] = (
+                numbers(values, column.name) if column.categories is None else places(values, column.categories)
+            )
+        return torch.from_numpy(stored)
 
     def normalise(self, x: Tensor) -> Tensor:
-        parts = []
+        place, mean, std, category, flag = (part.to(x.device) for part in self._inputs)
+        values = x.double()[:, place]
+        found = ((values - mean) / std).nan_to_num(0.0)
+        if any(column.categories for column in self.columns):
+            found = torch.where(category >= 0, (values == category).double(), found)
+        if any(column.missing for column in self.columns):
+            found = torch.where(flag, values.isnan().double(), found)
+        return found.float()
+
+    @cached_property
+    def _inputs(self) -> tuple[Tensor, ...]:
+        """For each number the network sees: its column, mean, deviation, category, and whether it says "missing"."""
+        rows = []
         for place, column in enumerate(self.columns):
-            values = x[:, place]
-            missing = values.isnan()
             if column.categories is None:
-                parts.append(torch.where(missing, 0.0, (values - column.mean) / column.std).unsqueeze(1))
-                if column.missing:
-                    parts.append(missing.unsqueeze(1))
+                rows.append((place, column.mean, column.std, -1, False))
+                rows += [(place, 0.0, 1.0, -1, True)] * column.missing
             else:
-                parts.append(values.unsqueeze(1) == torch.arange(len(column.categories), device=x.device))
-        return torch.cat([part.to(torch.float32) for part in parts], dim=1)
+                rows += [(place, 0.0, 1.0, category, False) for category in range(len(column.categories))]
+        places, means, stds, categories, flags = zip(*rows, strict=True) if rows else ((),) * 5
+        doubles = (torch.tensor(part, dtype=torch.float64) for part in (means, stds))
+        return torch.tensor(places, dtype=torch.int64), *doubles, torch.tensor(categories), torch.tensor(flags)
 
 
 class ArrayPreprocessing(_Preprocessing):
@@ -227,7 +238,8 @@ def _pixels(raw: Any, channels: int) -> Tensor:
     if x.dim() == 2:
         x = x[None, None]
     elif x.dim() == 3:
-        first = next((c for c in possible if x.shape[0] == c), None)
+        # To a model of grey images, three of them are not one in colour: that is how training data are read too.
+        first = next((c for c in possible if x.shape[0] == c and channels > 1), None)
         last = next((c for c in possible if x.shape[2] == c), None)
         if first is not None and (last is None or first == channels):
             x = x.unsqueeze(0)
@@ -270,17 +282,42 @@ def _with_channels(x: Tensor, channels: int) -> Tensor:
 # --- tables ---
 
 
-def number(value: Any, column: str) -> float:
-    """A cell of a column of numbers; NaN if it is missing."""
-    if is_missing(value):
-        return math.nan
-    try:
-        found = float(value)
-    except (TypeError, ValueError):
-        raise DataError(f"column {column!r} is numbers, and one of them is {str(value)[:40]!r}") from None
-    if math.isinf(found):
-        raise DataError(f"column {column!r} has a number that is not finite")
+def numbers(values: Sequence[Any] | Array, column: str) -> Array:
+    """A column of numbers as float64, NaN where one is missing.
+
+    >>> numbers(["1.5", " ", "?", 2], "age")
+    array([1.5, nan, nan, 2. ])
+    """
+    found = floats(values)
+    if found is None:
+        wrong = next(value for value in values if not is_missing(value) and floats([value]) is None)
+        raise DataError(f"column {column!r} is numbers, and one of them is {str(wrong)[:40]!r}")
+    if np.isinf(found).any():
+        raise DataError(f"column {column!r} has a number that is not finite; leave it empty where it is not known")
     return found
+
+
+def floats(values: Sequence[Any] | Array) -> Array | None:
+    """Values as float64; None if some of them are no numbers."""
+    array = values if isinstance(values, np.ndarray) else None
+    if array is not None and array.dtype.kind in "iufb":
+        return array.astype(np.float64)
+    for known in (values, ("nan" if is_missing(value) else value for value in values)):
+        with suppress(TypeError, ValueError):
+            return np.array(list(known), np.float64)
+    return None
+
+
+def places(values: Sequence[Any] | Array, categories: Sequence[str]) -> Array:
+    """The place of each value among the categories, as float64; NaN where it is missing or none of them.
+
+    >>> places(["b", None, "c", 1.0], ["1", "b"])
+    array([ 1., nan, nan,  0.])
+    """
+    place = {name: float(number) for number, name in enumerate(categories)}
+    listed = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    of_value = {value: place.get(category(value), math.nan) for value in set(listed)}  # a column repeats itself
+    return np.fromiter((of_value[value] for value in listed), np.float64, len(listed))
 
 
 def category(value: Any) -> str:
@@ -289,7 +326,8 @@ def category(value: Any) -> str:
         return ""
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # a column of whole numbers with a gap is read as floats
-    return str(value).strip()
+    text = str(value).strip()
+    return text.removesuffix(".0") if text.removesuffix(".0").lstrip("-").isdecimal() else text
 
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
@@ -301,17 +339,20 @@ def is_missing(value: Any) -> bool:
         return True
     if isinstance(value, str):
         return value.strip().lower() in MISSING
-    return bool(value != value)  # noqa: PLR0124 (NaN, NaT)
+    try:
+        return bool(value != value)  # noqa: PLR0124 (NaN, NaT)
+    except TypeError:  # pandas.NA is neither the same nor another
+        return True
 
 
-def _columns(raw: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
+def _columns(raw: Any, names: Sequence[str]) -> dict[str, Sequence[Any] | Array]:
     """The named columns of a table in any form."""
     if hasattr(raw, "to_dict") and hasattr(raw, "columns"):  # a DataFrame
-        raw = {str(name): raw[name].tolist() for name in raw.columns}
+        raw = {str(name): raw[name].to_numpy() for name in raw.columns}
     if isinstance(raw, Mapping):
         if raw and not any(isinstance(v, Sequence | np.ndarray) and not isinstance(v, str) for v in raw.values()):
             raw = {name: [value] for name, value in raw.items()}  # one row
-        given = {str(name): list(values) for name, values in raw.items()}
+        given = {str(name): values if isinstance(values, np.ndarray) else list(values) for name, values in raw.items()}
     elif isinstance(raw, Sequence) and raw and all(isinstance(row, Mapping) for row in raw):
         given = {name: [row.get(name) for row in raw] for name in {str(k) for row in raw for k in row}}
     else:

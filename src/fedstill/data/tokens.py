@@ -7,16 +7,17 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from fedstill.core.choices import SMALLEST_VOCABULARY
 from fedstill.core.errors import DataError, FedstillError, SettingError
+from fedstill.core.files import home_path
 from fedstill.data import download
-from fedstill.data.formats.decoded import Array
+from fedstill.data.formats.decoded import Array, Decoded
+from fedstill.data.formats.text import Columns, Corpus
 
 PADDING = {"[PAD]", "<pad>", "<PAD>"}  # what token 0 may be called
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # what a name on the hub may look like
@@ -32,13 +33,14 @@ class TextSettings:
     empty, one is trained on the training texts: of use for published data, but what is in a tokenizer's vocabulary
     was in somebody's text, so where clients' texts are their own, name one.
 
-    Not `labelled`: a CSV file is texts alone, and none of them is held out.
+    Not `labelled`: a table is texts alone, and none of them is held out.
     """
 
     tokenizer: str = ""
     vocabulary: int = 8000  # tokens of a tokenizer that is trained, at most
     max_length: int = 128  # tokens that a text is cut to
     labelled: bool = True
+    columns: Columns = field(default_factory=Columns)  # of a table
 
 
 def trained(texts: Sequence[str], vocabulary: int) -> str:
@@ -68,10 +70,24 @@ def trained(texts: Sequence[str], vocabulary: int) -> str:
     return str(tokenizer.to_str())
 
 
+def encoded(corpus: Corpus, where: str, settings: TextSettings) -> Decoded:
+    """Texts as rows of token numbers, by the corpus' own tokenizer, the one that is set, or one trained on them."""
+    if corpus.tokenizer and settings.tokenizer not in ("", corpus.tokenizer):
+        raise SettingError(f"tokenizer: {where} has tokens of its own; leave tokenizer empty")
+    found, texts, test_texts = corpus.divided(where)
+    made = corpus.tokenizer or settings.tokenizer
+    made = made or trained(texts, settings.vocabulary)  # which thus knows no word of a test
+    train, test = (
+        replace(part, x=encode(made, part_texts, corpus.length or settings.max_length))
+        for part, part_texts in ((found.train, texts), (found.test, test_texts))
+    )
+    return replace(found, train=train, test=test, tokenizer=made)
+
+
 def read(name: str) -> str:
     """The tokenizer in a file or folder, or on the hub, as JSON."""
     library = _library()
-    path = Path(name).expanduser()
+    path = home_path(name)
     if path.is_dir():
         path = path / "tokenizer.json"
         if not path.is_file():
@@ -118,24 +134,24 @@ def same_vocabulary(one: str, other: str) -> bool:
 
 def encode(tokenizer: str, texts: Sequence[str], length: int) -> Array:
     """Token numbers of each text, (N, length) int32: cut where the text is longer, zeros where it is shorter."""
-    made = _parsed(tokenizer)
-    if made.id_to_token(0) not in PADDING:
+    parser = _parsed(tokenizer)
+    if parser.id_to_token(0) not in PADDING:
         raise SettingError(f"tokenizer: token 0 must be padding, {' or '.join(sorted(PADDING))}, not a token of text")
     with _refused(SettingError, "tokenizer: it is not JSON"):  # the library is less strict
         model = dict(json.loads(tokenizer)["model"])
-    if model.get("unk_token") == made.id_to_token(0) or model.get("unk_id") == 0:
+    if model.get("unk_token") == parser.id_to_token(0) or model.get("unk_id") == 0:
         raise SettingError(
             "tokenizer: words that it does not know would become padding; give them a token of their own"
         )
-    made.encode_special_tokens = True  # a text that says [SEP] does not end there
-    if length <= made.num_special_tokens_to_add(is_pair=False):
+    parser.encode_special_tokens = True  # a text that says [SEP] does not end there
+    if length <= parser.num_special_tokens_to_add(is_pair=False):
         raise SettingError(f"max_length = {length}: no token of a text would be left")
-    made.enable_truncation(length)
-    made.no_padding()
+    parser.enable_truncation(length)
+    parser.no_padding()
     found = np.zeros((len(texts), length), np.int32)
     for start in range(0, len(texts), _CHUNK):
         with _refused(SettingError, "tokenizer: it cannot encode these texts"):
-            encoded_texts = made.encode_batch(texts[start : start + _CHUNK])
+            encoded_texts = parser.encode_batch(texts[start : start + _CHUNK])
         if any(len(encoded.ids) > length for encoded in encoded_texts):
             raise SettingError(f"tokenizer: it is damaged: of a text cut to {length} tokens it makes more")
         for row, encoded in enumerate(encoded_texts, start):

@@ -25,8 +25,10 @@ from fedstill.core.tree import Tree
 from fedstill.deployment.protocol import SiteLink
 
 SENT = "audit.jsonl"  # in a site's folder
+STATE = "state"  # there, a folder for each run
 _TAIL = 1 << 20  # bytes at a file's end among which its last line is
 _MOST_PARTS = 100  # of an answer; more are counted, not named
+_LONGEST = 200  # characters of a place in an answer
 
 
 class AuditLog:
@@ -86,22 +88,26 @@ def contents(body: Tree, kinds: Mapping[str, str]) -> dict[str, Any]:
     """What an answer consists of: its tensors by name, kind, shape and dtype, and the names of its plain values."""
     parts: list[dict[str, Any]] = []
     values: list[str] = []
+    more = 0
 
     def walk(node: Tree, place: str) -> None:
-        if isinstance(node, Tensor):
+        nonlocal more
+        if isinstance(node, dict):
+            for key, value in node.items():
+                # A long name with many below it is not copied for each of them.
+                name = str(key)[:_LONGEST]
+                walk(value, f"{place}/{name}"[:_LONGEST] if place else name)
+        elif len(parts if isinstance(node, Tensor) else values) == _MOST_PARTS:
+            more += 1
+        elif isinstance(node, Tensor):
             name = place.removeprefix("message/")
             about = {"shape": list(node.shape), "dtype": str(node.dtype).removeprefix("torch.")}
             parts.append({"name": cleaned(name, 80), "kind": kinds.get(name, "other"), **about})
-        elif isinstance(node, dict):
-            for key, value in node.items():
-                walk(value, f"{place}/{key}" if place else str(key))
         elif place:
             values.append(cleaned(place, 80))
 
     walk(body, "")
-    found: dict[str, Any] = {"parts": parts[:_MOST_PARTS], "values": values[:_MOST_PARTS]}
-    more = max(0, len(parts) - _MOST_PARTS) + max(0, len(values) - _MOST_PARTS)
-    return {**found, "more": more} if more else found
+    return {"parts": parts, "values": values} | ({"more": more} if more else {})
 
 
 def digest(body: Tree) -> dict[str, Any]:
@@ -154,7 +160,7 @@ class RecordedLink:
                 if isinstance(answer, dict) and "error" not in answer:
                     try:
                         found = {**contents(answer, {}), **digest(answer)}
-                    except (TypeError, ValueError, RecursionError):  # one site must not end the run
+                    except Exception:  # noqa: BLE001 - whatever it is, one site must not end the run
                         answer = SimpleNamespace(reason="its answer cannot be recorded")  # noqa: PLW2901
                 if found:
                     self._log.append(**about, **found)

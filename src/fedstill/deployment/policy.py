@@ -20,18 +20,21 @@ from fedstill.building.task import network_maker
 from fedstill.core import custom
 from fedstill.core.errors import SettingError, explain, unknown
 from fedstill.core.files import read_json, write_json
-from fedstill.core.reports import Code, Refusal
+from fedstill.core.reports import Code, Refusal, cleaned
 from fedstill.data.dataset import Dataset
+from fedstill.data.preprocessing import TablePreprocessing, from_json
 from fedstill.methods import registry
 from fedstill.methods.base import Method, Part, misfit
-from fedstill.methods.kinds import MEANING, Kind
+from fedstill.methods.kinds import COLUMN_STATISTICS, MEANING, Kind
 from fedstill.running.rollback import ROLLBACKS
 from fedstill.train.task import Task
 
 _MOST_TEXT = 1 << 20  # bytes of settings
 _MOST_TOKENIZER = 64 << 20  # bytes of a tokenizer's JSON
+_MOST_TABLE = 16 << 20  # bytes of the description of a table's columns
 
 
+_KINDS = [kind.value for kind in Kind]
 Limit = Annotated[int, Field(ge=1)]
 
 
@@ -39,10 +42,11 @@ Limit = Annotated[int, Field(ge=1)]
 class Policy:
     """What a site's owner allows. The default: methods that send weights alone, of sizes that are common."""
 
-    allow: tuple[str, ...] = ()  # methods that may send more than weights
+    allow: tuple[str, ...] = ()  # methods that may send more than weights, or kinds that may be sent
     deny: tuple[Kind, ...] = ()  # kinds of information that never leave the site
     max_rounds: Annotated[int, Field(ge=0)] = 0  # trainings for one run, at most; 0: no limit
     max_hours: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of work for one run, at most; 0: no limit
+    min_count: Limit = 5  # rows behind a number or a category of a table's statistics, at least
     download: bool = False  # whether datasets and encoders that a server names may be fetched
     max_parameters: Limit = 500_000_000  # numbers in the network
     max_epochs: Limit = 1000  # passes over the data in a round
@@ -73,9 +77,9 @@ def read(path: Path | None, **given: Any) -> Policy:
     except ValidationError as error:
         raise SettingError(f"{path or 'policy'}: {explain(error)}") from error
     for name in policy.allow:
-        for part in [] if custom.is_reference(name) else registry.split(name):
-            if part not in (methods := [*registry.names(), *registry.modifiers()]):
-                raise unknown("method", part, methods)
+        for part in [] if custom.is_reference(name) or name in _KINDS else registry.split(name):
+            if part not in (known := [*registry.names(), *registry.modifiers(), *_KINDS]):
+                raise unknown("method or kind of information", part, known)
     return policy
 
 
@@ -137,6 +141,7 @@ def check_run(policy: Policy, run: Mapping[str, Any]) -> None:
     lists: dict[str, tuple[type | tuple[type, ...], int]] = {
         "classes": (str, 100_000), "mean": ((int, float), 4096), "std": ((int, float), 4096), "shape": (int, 8),
         "steps": (int, policy.max_clients), "frozen": (str, 1), ROLLBACKS: (int, 10_000),
+        "class_weight": ((int, float), 100_000),
     }  # fmt: skip
     for name, (kind, most) in lists.items():
         value = run.get(name, [])
@@ -145,10 +150,24 @@ def check_run(policy: Policy, run: Mapping[str, Any]) -> None:
         _check_limit(f"number of {name}", len(value), most)
     for count in run["steps"]:
         _check_limit("steps", count, 1000 * policy.max_setting)
+    weights = run.get("class_weight", [])
+    if weights and (len(weights) != len(run["classes"]) or not all(0 < w <= policy.max_setting for w in weights)):
+        raise Refusal(Code.BAD_REQUEST, "the run's class_weight is not a positive number within limits for each class")
     if not isinstance(run["tokenizer"], str):
         raise Refusal(Code.TOKENIZER_REFUSED, "the run's tokenizer is no text")
     if len(run["tokenizer"]) > _MOST_TOKENIZER:
         raise Refusal(Code.TOKENIZER_REFUSED, f"the run's tokenizer has more than {_MOST_TOKENIZER:,} characters")
+
+
+def table_of(run: Mapping[str, Any]) -> TablePreprocessing | None:
+    """What the server says of the columns of a table; None: the run is about none."""
+    text = run.get("table", "")
+    if not isinstance(text, str) or len(text) > _MOST_TABLE:
+        raise Refusal(Code.BAD_REQUEST, f"the run's table is no text of at most {_MOST_TABLE:,} characters")
+    found = from_json(text) if text else None
+    if not isinstance(found, TablePreprocessing | None):
+        raise Refusal(Code.BAD_REQUEST, "the run's table is none")
+    return found
 
 
 def check_network(policy: Policy, config: Config, dataset: Dataset, method: Method) -> None:
@@ -185,7 +204,7 @@ class Consent:
         sent = set(kinds_of(method, task).values())
         if denied := sorted(sent & set(self.policy.deny)):
             raise Refusal(Code.NOT_ALLOWED, f"{name} sends {', '.join(denied)}, which this site's policy denies")
-        if not sent - {Kind.WEIGHTS} or name in self.policy.allow:
+        if not sent - {Kind.WEIGHTS, *self.policy.allow} or name in self.policy.allow:
             return
         parts = _parts_beyond_weights(name, task)
         if not parts and not any(map(custom.is_reference, registry.split(name))):
@@ -205,6 +224,33 @@ class Consent:
             f"{name} sends beside weights: {beyond}; to allow it, start the site with {flags}, or name it in its "
             "policy",
         )
+
+    def check_setting(self, number: str, setting: str, kind: Kind) -> None:
+        """Refuse to send what a setting of the run asks for, whatever its method: by the policy, or by the owner."""
+        question = f"a server's run has {setting}, which sends {kind} ({MEANING[kind]})"
+        self._check_kind((number, setting, (kind,)), kind, question)
+
+    def check_statistics(self, number: str, columns: Sequence[str]) -> None:
+        """Refuse to tell sums over a table's columns, unless the policy or the owner allows it."""
+        more = f" and {len(columns) - 20} more" if len(columns) > 20 else ""
+        names = cleaned(", ".join(columns[:20]), 400) + more
+        question = f"a server wants statistics of this site's table: {COLUMN_STATISTICS}; of the columns {names}"
+        self._check_kind((number, f"columns {names}", (Kind.STATISTICS,)), Kind.STATISTICS, question)
+
+    def _check_kind(self, key: tuple[str, str, tuple[Kind, ...]], kind: Kind, question: str) -> None:
+        if kind in self.policy.deny:
+            raise Refusal(Code.NOT_ALLOWED, f"{question}; this site's policy denies {kind}")
+        if kind in self.policy.allow:
+            return
+        if not (answer := self._owner_answer(key, question)):
+            raise Refusal(
+                Code.NOT_ALLOWED if answer is False else Code.CONSENT_PENDING,
+                f"{question}; to allow it, start the site with --allow {kind}, or name it in its policy",
+            )
+
+    def allows(self, kind: Kind) -> bool:
+        """Whether the policy lets a kind of information be sent that no method sends."""
+        return kind in self.policy.allow and kind not in self.policy.deny
 
     def _owner_answer(self, about: _Question, question: str) -> bool | None:
         """The owner's answer; None: there is none yet. A server does not wait as long as a person may take."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
 
 from fedstill.core.errors import SettingError
 from fedstill.core.reports import cleaned, sentence
 from fedstill.core.tree import Tree
+from fedstill.metrics.scores import ClassCounts
 
 _MOST = 10**8  # samples of a site
+STATISTICS = "Statistics"  # the kind of the request for sums over a table's columns
 
 RunInfo = dict[str, Any]
 """What a site has to know of a run, sent along with every request; `server.serve` lists its keys."""
@@ -50,6 +55,32 @@ def failure_reason(answer: Any) -> str:
     if isinstance(answer, dict):
         return sentence(answer["error"]) if "error" in answer else "its answer cannot be understood"
     return cleaned(getattr(answer, "reason", "its answer cannot be understood"), 300)
+
+
+BALANCED = "balanced"  # the `class_weight` for which sites send their class counts
+CLASS_COUNTS = "class_counts"  # in an answer: training samples of each class
+BY_CLASS = "by_class"  # in an answer: counts of each client's tests by class, (clients, 3, classes)
+
+
+def class_counts_of(
+    answer: Mapping[str, Any], tests: Sequence[int], hits: Sequence[int], classes: int
+) -> list[ClassCounts | None] | None:
+    """The counts by class that a site sent with the hits of each client, None of one without; None if any cannot be.
+
+    There are as many samples and predictions as tests, and no class is right more often than it has either.
+    """
+    given = answer.get(BY_CLASS)
+    if not isinstance(given, Tensor) or given.dtype != torch.int64 or given.shape != (len(hits), 3, classes):
+        return None
+    counts = given.cpu().numpy()
+    if (counts < 0).any() or (counts > _MOST).any() or (counts[:, 2] > counts[:, :2].min(1)).any():
+        return None
+    found: list[ClassCounts | None] = []
+    for each, n, hit in zip(counts, tests, hits, strict=True):
+        if each.any() and each.sum(1).tolist() != [n, n, hit]:
+            return None
+        found.append(ClassCounts(*each) if each.any() else None)
+    return found
 
 
 def are_counts(given: Any, count: int) -> TypeGuard[list[int]]:

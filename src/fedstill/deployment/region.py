@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,21 +16,24 @@ from torch import Tensor
 
 from fedstill.attacks.attack import Attack
 from fedstill.building.config import Config, anchored
-from fedstill.building.data import load_data, undivided
+from fedstill.building.data import dataset_in, load_data, undivided
 from fedstill.building.setup import Setup, largest_answer
 from fedstill.building.task import local_training, make_task
 from fedstill.building.topology import Hierarchy, Region, assign, regional_method
 from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.files import write_sealed_json
 from fedstill.core.reports import Code, Refusal, Step, during
 from fedstill.core.tree import Message, Tree
 from fedstill.data import download
 from fedstill.data.dataset import Dataset, Split
 from fedstill.data.federation import Federation
+from fedstill.data.statistics import with_table
 from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, AuditLog, RecordedLink, answer_entry
+from fedstill.deployment.delivery import deliver, is_finish
 from fedstill.deployment.episodes import TOTALS
 from fedstill.deployment.policy import Policy
-from fedstill.deployment.protocol import RunInfo, SiteLink, run_number
+from fedstill.deployment.protocol import BY_CLASS, RunInfo, SiteLink, run_number
 from fedstill.deployment.registry import SiteRegistry
 from fedstill.deployment.server import SiteEngine, Terms
 from fedstill.deployment.site import LocalInputs, check_tokenizer
@@ -116,10 +119,12 @@ class RegionalLoop(RoundLoop):
         if round_ in self.directory.checkpoint_rounds():
             self.load_state(self.directory.read_checkpoint(round_))
         elif round_ == 0:
-            self.server.state, self.update_norms = {}, {}
+            self.server.state, self.update_norms, self.client_states = {}, {}, {}
             self.setup.hierarchy.regions[0].method.start(self.server)
         elif self.server.state:
             raise FedstillError(f"the region no longer knows round {round_}; 'fedstill rollback' to 0 begins anew")
+        else:
+            self.client_states = {}
         self.server.round, self.records = round_, self.directory.records()
 
 
@@ -163,6 +168,9 @@ class RegionalServer:
             run = self._open_run(message["run"])
             if body is None:
                 return run.sample_counts()
+            if is_finish(body):
+                run.finish(str(body.get("model")), down)
+                return {"received": True}
             request = request_from(body)
             with one_thread():
                 if isinstance(request, Score):
@@ -179,7 +187,7 @@ class RegionalServer:
 
     def record(self, message: Tree, answer: Tree) -> None:
         """Write down what is about to be sent, in the region's audit log."""
-        self._audit.append(**answer_entry(message, answer, {"model": Kind.WEIGHTS}))
+        self._audit.append(**answer_entry(message, answer, {"model": Kind.WEIGHTS, BY_CLASS: Kind.CLASS_COUNTS}))
 
     def _open_run(self, run_info: RunInfo) -> _RegionRun:
         """The run that a request is about."""
@@ -256,10 +264,12 @@ class _RegionRun:
         self._sites = SiteEngine(None, self._link, self._registry, server.terms, least=least)
         self.rounds: RegionalLoop | None = None
         with ExitStack() as opened:
-            begun = (place / files.CONFIG).is_file()
-            self._directory = RunDirectory.open(place) if begun else RunDirectory.create(place, anchored(self._config))
+            exists = (place / files.CONFIG).is_file()
+            self._directory = RunDirectory.open(place) if exists else RunDirectory.create(place, anchored(self._config))
             opened.callback(self._directory.release)
             opened.enter_context(logging_to(place / files.LOG))
+            if not (place / files.SERVED).exists() and not self._directory.checkpoint_rounds():
+                write_sealed_json(place / files.SERVED, {"number": run_number(run_info), ROLLBACKS: 0})
             self._opened = opened.pop_all()
         self._directory.pinned = self._is_global
 
@@ -288,11 +298,19 @@ class _RegionRun:
         return {"samples": sizes.tolist(), "tests": tests.tolist()}
 
     def evaluate(self, down: Message) -> Tree:
-        """How often a model is right on each site's own tests."""
+        """How often a model is right on each site's own tests, and by class what the sites let be known of it."""
         if not self._registry.reported_sites:
             self.sample_counts()
-        hits = self._sites.hits(down)
-        return {"hits": [hits.get(client, -1) for client in self._members.tolist()]}
+        tests = self._sites.local_tests(down)
+        members, classes = self._members.tolist(), len(self._registry.federation.dataset.classes)
+        answer: dict[str, Any] = {"hits": [tests[k].hits if k in tests else -1 for k in members]}
+        counts = torch.zeros(len(members), 3, classes, dtype=torch.int64)
+        for row, client in zip(counts, members, strict=True):
+            # Of a site that counts for less than it has, whole numbers would not add up to its tests.
+            test = tests.get(client)
+            if test and test.by_class and self._registry.tests[client] == self._registry.federation.test_sizes[client]:
+                row.copy_(torch.from_numpy(test.by_class.stacked()))
+        return answer | ({BY_CLASS: counts} if counts.any() else {})
 
     def train(self, model: Tensor, request: Train, seconds: float) -> Tree:
         """An episode of the region."""
@@ -305,6 +323,11 @@ class _RegionRun:
                 self.rounds.go_back(back)
             seen(rollbacks, path)
         return self.rounds.episode(self._sites, model, request.round, measure=request.measure, seconds=seconds)
+
+    def finish(self, name: str, down: Message) -> None:
+        """Pass the final model on to the sites, which check it."""
+        models = {name: down["model"]} if "model" in down else {}
+        deliver(self._link, self._registry, models, timeout=self._server.terms.timeout)
 
     def _is_global(self, round_: int) -> bool:
         """Whether the global server may come back to the end of this round."""
@@ -328,11 +351,14 @@ def _server_data(config: Config, method: Method, run_info: RunInfo) -> tuple[Con
     """The dataset of a regional server itself, if its method needs one; otherwise samples in name only."""
     needs = method.needs()
     if needs.server_labels or needs.proxy_data:
-        dataset = load_data(config)
+        dataset = dataset_in(load_data(config))
+        if table := policies.table_of(run_info):
+            dataset = with_table(dataset, table)
     else:
         config = config.model_copy(update={"proxy": "", "pool": 0.0})
-        kind = torch.int32 if run_info["tokenizer"] else torch.float32
+        table = policies.table_of(run_info)
+        kind = torch.int32 if run_info["tokenizer"] else torch.float64 if table else torch.float32
         nothing = Split(torch.zeros(2, *run_info["shape"], dtype=kind), torch.zeros(2, dtype=torch.int64))
         description = (tuple(run_info[name]) for name in ("classes", "mean", "std"))
-        dataset = Dataset("", nothing, nothing, *description, tokenizer=run_info["tokenizer"])
+        dataset = Dataset("", nothing, nothing, *description, tokenizer=run_info["tokenizer"], table=table)
     return config, undivided(config, dataset)

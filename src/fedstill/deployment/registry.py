@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from fedstill.core.arrays import IntArray
 from fedstill.core.tree import Message, Tree
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
-from fedstill.data.partition import IntArray
-from fedstill.deployment.protocol import RunInfo, SiteLink, are_counts, failure_reason
+from fedstill.deployment.protocol import CLASS_COUNTS, RunInfo, SiteLink, are_counts, failure_reason
 from fedstill.deployment.shares import Counts
+from fedstill.deployment.waiting import Refusals
 from fedstill.running.rollback import ROLLBACKS
 
 log = logging.getLogger(__name__)
-
-_FIRST_PAUSE = 20.0  # seconds after which a site that could not take part is polled again; then twice as long each time
-_LONGEST_PAUSE = 600.0  # seconds after which it is, at the latest
 
 
 class SiteRegistry:
@@ -38,9 +36,11 @@ class SiteRegistry:
         changing: bool = False,
         max_share: float = 0.0,
         path: Path | None = None,
+        by_class: bool = False,
     ) -> None:
         """`clients` are those of each site, among the `total` of the run; `changing`: a site may get more samples.
 
+        `by_class`: sites also say how many samples they have of each class.
         `path` is the file with the numbers of samples that they reported when they joined.
         """
         self.clients, self._run_info, self._changing = dict(clients), run_info, changing
@@ -53,9 +53,8 @@ class SiteRegistry:
         self.counts = Counts(self.clients, total, max_share, path)
         self.tests = np.zeros(total, np.int64)  # of each client, by its own word
         self._reported: dict[str, tuple[list[int], list[int]]] = {}  # samples and tests, by site
-        self._failures: dict[str, int] = {}
-        self._refused: dict[str, str] = {}  # why a site could not take part
-        self._not_before: dict[str, float] = {}  # when it is polled again
+        self._by_class: dict[str, list[int]] | None = {} if by_class else None
+        self._refusals = Refusals()
 
     def site_of(self, client: int) -> str:
         return self._site_of[client]
@@ -75,23 +74,25 @@ class SiteRegistry:
 
     def poll(self, link: SiteLink, *, timeout: float) -> bool:
         """Get the numbers of samples of connected sites, unless they are known; whether anything changed."""
-        connected, before, now = link.present(), dict(self._reported), time.monotonic()
+        connected, before = link.present(), dict(self._reported)
         requests = {
             name: self.request(name)
             for name in self.clients
-            if name in connected
-            and (self._changing or name not in self._reported)
-            and now > self._not_before.get(name, 0.0)
+            if name in connected and (self._changing or name not in self._reported) and self._refusals.due(name)
         }
         for name, answer in link.send_requests(requests, timeout=timeout) if requests else ():
             samples, tests = (answer.get(n) if isinstance(answer, dict) else None for n in ("samples", "tests"))
             count = len(self.clients[name])
             if not (are_counts(samples, count) and are_counts(tests, count) and min(samples + tests) >= 0):
-                self._refuse(name, failure_reason(answer))
+                self._refusals.add(name, failure_reason(answer))
+            elif self._by_class is not None and not self._classes_add_up(answer, sum(samples)):
+                self._refusals.add(name, "the samples of each class that it reports are not all of its samples")
             elif changed := self.counts.settle(name, samples, tests, growing=self._changing):
-                self._refuse(name, f"{changed}; --recount {name} of the server accepts that")
+                self._refusals.add(name, f"{changed}; --recount {name} of the server accepts that")
             else:
                 self._reported[name] = samples, tests
+                if self._by_class is not None:
+                    self._by_class[name] = answer[CLASS_COUNTS]
         if self._reported == before:
             return False
         samples_that_count, _ = self.counts.of_sites(self._reported, "samples")
@@ -103,13 +104,17 @@ class SiteRegistry:
                 log.info("%s has %d samples and %d to test on", name, sum(samples), sum(tests))
         return True
 
-    def _refuse(self, name: str, reason: str) -> None:
-        if self._refused.get(name) != reason:
-            log.warning("%s cannot take part: %s", name, reason)
-        self._refused[name] = reason
-        wait = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(self._failures.get(name, 0), 10))
-        self._failures[name] = self._failures.get(name, 0) + 1
-        self._not_before[name] = time.monotonic() + wait
+    def _classes_add_up(self, answer: Mapping[str, Any], samples: int) -> bool:
+        counts = answer.get(CLASS_COUNTS)
+        classes = len(self.federation.dataset.classes)
+        return are_counts(counts, classes) and min(counts) >= 0 and sum(counts) == samples
+
+    def class_counts(self) -> list[float]:
+        """Samples of each class that the sites have together, each site's as far as its samples count."""
+        total = np.zeros(len(self.federation.dataset.classes))
+        for name, counts in (self._by_class or {}).items():
+            total += np.array(counts) * (self.weight(name) / max(1, sum(counts)))
+        return [float(count) for count in total]
 
     @property
     def reported_sites(self) -> int:
@@ -119,7 +124,7 @@ class SiteRegistry:
     @property
     def missing(self) -> dict[str, str]:
         """Sites that have not reported yet, and why not if they gave a reason."""
-        return {name: self._refused.get(name, "") for name in self.clients if name not in self._reported}
+        return {name: self._refusals.reasons.get(name, "") for name in self.clients if name not in self._reported}
 
     @property
     def series(self) -> str:

@@ -16,28 +16,43 @@ from typing import Any
 import numpy as np
 
 from fedstill.building.config import Config, anchored, fixed
-from fedstill.building.data import load_data, undivided
-from fedstill.building.setup import prepare
+from fedstill.building.data import dataset_in, declared, is_declared, load_data, undivided
+from fedstill.building.setup import Setup, prepare
+from fedstill.building.task import balanced_weights
 from fedstill.building.topology import assign
+from fedstill.core.arrays import IntArray
 from fedstill.core.device import find
 from fedstill.core.errors import FedstillError, SettingError
-from fedstill.core.files import read_sealed_json, write_sealed_json
+from fedstill.core.files import write_sealed_json
 from fedstill.core.owner import private_folder
 from fedstill.core.tree import Message, Tree
-from fedstill.data.partition import IntArray
+from fedstill.data.preprocessing import TablePreprocessing
+from fedstill.data.statistics import with_table
 from fedstill.deployment.audit import RecordedLink
+from fedstill.deployment.delivery import deliver
 from fedstill.deployment.episodes import TOTALS, EpisodeLoop
-from fedstill.deployment.protocol import RunInfo, SiteLink, are_counts, failure_reason, run_number
+from fedstill.deployment.protocol import (
+    BALANCED,
+    BY_CLASS,
+    RunInfo,
+    SiteLink,
+    are_counts,
+    class_counts_of,
+    failure_reason,
+    run_number,
+)
 from fedstill.deployment.registry import SiteRegistry
+from fedstill.deployment.statistics import StatisticsPoll
 from fedstill.deployment.waiting import RequestDeadline, ResponseTimes
-from fedstill.engine.base import Engine, Inline
+from fedstill.engine.base import Engine, Inline, LocalTest
 from fedstill.engine.worker import Request, Score, Worker, kind_of, request_fields
 from fedstill.methods import registry as methods
+from fedstill.metrics.scores import ClassCounts
 from fedstill.models.base import frozen_digest
 from fedstill.running import api, files
 from fedstill.running.callbacks import Callback
 from fedstill.running.directory import RunDirectory
-from fedstill.running.inputs import check_inputs, save_inputs, saved_tokenizer
+from fedstill.running.inputs import check_inputs, save_inputs, saved_table, saved_tokenizer
 from fedstill.running.logfile import logging_to
 from fedstill.running.loop import RoundLoop, refuse_changes
 from fedstill.running.result import Result
@@ -46,6 +61,7 @@ from fedstill.running.uplinks import fewest_answers
 
 log = logging.getLogger(__name__)
 
+_MOST_ROUNDS = 10**9
 _NEWCOMER_TIMEOUT = 30.0  # seconds that a newcomer may take to report its number of samples
 # What a site may report of itself; anything else is not looked at.
 _RANGES = {
@@ -63,7 +79,7 @@ class Terms:
     timeout: float = 600.0  # seconds a site may take to answer
     needed: int = 1  # sites without which it does not start
     wait_after: float | None = None  # seconds for the rest, once enough have answered; None: by how long they take
-    recount: tuple[str, ...] = ()  # sites that may have more or fewer samples than when they joined
+    recount: tuple[str, ...] = ()  # sites that may have other numbers of samples than when they joined, and no state
 
 
 class SiteEngine(Engine):
@@ -75,6 +91,7 @@ class SiteEngine(Engine):
         """Without a `worker` nothing is tested here; `least`: how many answers are enough for a round."""
         self._link, self._registry, self._terms, self._least = link, registry, terms, least
         self._times = ResponseTimes(terms.wait_after)
+        self._anew = set(terms.recount)  # sites that may have lost their state
         self._local = worker and Inline(worker)
         self.request_timeout = terms.timeout  # seconds that a site may take, where that is less
 
@@ -97,14 +114,15 @@ class SiteEngine(Engine):
         if any(isinstance(request, Score) for request in requests):
             assert self._local
             yield from self._local.run(requests, down)
-        else:
+        elif requests:  # a server without data has no test samples to score
             yield from self._clients(requests, down)
 
     def _clients(self, requests: Sequence[Any], down: Message) -> Iterator[Tree]:
         by_site = {}
         for request in requests:
             site = self._registry.site_of(request.client)
-            by_site[site] = self._registry.request(site, request_fields(request), down, self._timeout)
+            fields = request_fields(request) | ({"state": 0} if site in self._anew else {})
+            by_site[site] = self._registry.request(site, fields, down, self._timeout)
         first = requests[0]
         name = f"{self._registry.series} {kind_of(first)} {first.round} {getattr(first, 'region', 0)}"
         deadline = RequestDeadline(self._times, kind_of(first), by_site, least=self._least)
@@ -117,13 +135,12 @@ class SiteEngine(Engine):
                 sender, answer = next(arriving)
                 answers[sender] = answer
             claimed, weight = self._registry.samples(site), self._registry.weight(site)
-            yield _client_answer(answers.pop(site), claimed, weight, site)
+            answer = _client_answer(answers.pop(site), claimed, weight, site)
+            if "failure" not in answer:
+                self._anew.discard(site)
+            yield answer
 
-    def local_hits(self, down: Message) -> dict[int, int]:
-        return self.hits(down)
-
-    def hits(self, down: Message) -> dict[int, int]:
-        """How often the model is right on the tests of each client that answered."""
+    def local_tests(self, down: Message) -> dict[int, LocalTest]:
         counts, claimed = self._registry.federation.test_sizes, self._registry.tests
         body = {"kind": "Score", "source": "local", "start": 0, "stop": 0}
         clients_of = {name: clients for name, clients in self._registry.clients.items() if counts[clients].any()}
@@ -131,21 +148,33 @@ class SiteEngine(Engine):
         if away := sorted(clients_of.keys() - connected):
             log.warning("left out of this evaluation, because they are not connected: %s", ", ".join(away))
         requests = {name: self._registry.request(name, body, down) for name in clients_of if name in connected}
-        found = {}
+        found: dict[int, LocalTest] = {}
         deadline = RequestDeadline(self._times, "Score", requests, least=1)
         answers = self._link.send_requests(requests, timeout=self._timeout, until=deadline.moment) if requests else ()
         for name, answer in deadline.watch(answers):
             hits = answer.get("hits") if isinstance(answer, dict) else None
-            for client, hit in (
-                zip(clients_of[name], hits, strict=True) if are_counts(hits, len(clients_of[name])) else ()
-            ):
-                if 0 <= hit <= claimed[client] and claimed[client]:
-                    found[int(client)] = round(hit * int(counts[client]) / int(claimed[client]))
-                elif hit > claimed[client]:
-                    log.warning("%s says it is right %d times in %d tests", name, hit, claimed[client])
+            if are_counts(hits, len(clients_of[name])):
+                by_class = self._by_class(name, answer, claimed[clients_of[name]].tolist(), hits)
+                for client, hit, counted in zip(clients_of[name].tolist(), hits, by_class, strict=True):
+                    if 0 <= hit <= claimed[client] and claimed[client]:
+                        share = int(counts[client]) / int(claimed[client])
+                        found[client] = LocalTest(round(hit * share), counted and counted.times(share))
+                    elif hit > claimed[client]:
+                        log.warning("%s says it is right %d times in %d tests", name, hit, claimed[client])
             if not any(client in found for client in clients_of[name]):
                 log.warning("%s is left out of this evaluation: %s", name, failure_reason(answer))
         return found
+
+    def _by_class(
+        self, site: str, answer: Mapping[str, Any], tests: Sequence[int], hits: Sequence[int]
+    ) -> Sequence[ClassCounts | None]:
+        """What a site sent beside its hits, if that can be true."""
+        if BY_CLASS not in answer:
+            return [None] * len(hits)
+        found = class_counts_of(answer, tests, hits, len(self._registry.federation.dataset.classes))
+        if found is None:
+            log.warning("%s sends counts by class that cannot be; they are left out", site)
+        return found or [None] * len(hits)
 
 
 def _client_answer(answer: Any, claimed: int | None, weight: int, site: str) -> Tree:
@@ -158,7 +187,9 @@ def _client_answer(answer: Any, claimed: int | None, weight: int, site: str) -> 
         return {"failure": f"it says that it trained on {number} samples, and it has {claimed}"}
     if not isinstance(metrics, dict) or not all(isinstance(m, float) for m in metrics.values()):
         return {"failure": "its metrics are not numbers"}
-    return {"samples": weight, "metrics": _in_range(metrics, site), "message": message}
+    state = answer.get("state")
+    known = {"state": state} if type(state) is int and 0 <= state <= _MOST_ROUNDS else {}
+    return {"samples": weight, "metrics": _in_range(metrics, site), "message": message, **known}
 
 
 def _in_range(metrics: Mapping[str, float], site: str) -> dict[str, float]:
@@ -190,7 +221,7 @@ def serve(
     that is known), waits a little, and returns whether to wait on. `revoked` sites may belong to the run; none is
     waited for.
     """
-    _check(config)
+    _check(config, regional=regional)
     if regional:
         clients = regions_of(config, names)
     else:
@@ -198,22 +229,21 @@ def serve(
         config = config.model_copy(update={"clients": len(names)})
     # What a checkpoint does not have would have to be requested from the sites again.
     config = config.model_copy(update={"checkpoint_every": 1})
-    dataset = load_data(config, saved_tokenizer(out))
-    server_data = undivided(config, dataset)
-    begun = (out / files.CONFIG).is_file()
-    directory = RunDirectory.open(out) if begun else _created(out, config)
+    dataset = dataset_in(load_data(config, saved_tokenizer(out)))
+    exists = (out / files.CONFIG).is_file()
+    directory = RunDirectory.open(out) if exists else _created(out, config)
     try:
         directory.check_rounds(config.rounds)
         link = RecordedLink(link, out / files.RECEIVED)
         number = _number(directory)
-        rollbacks = read_sealed_json(directory.path / files.SERVED).get(ROLLBACKS, [])
+        rollbacks = directory.served_run().get(ROLLBACKS, [])
+        _check_counts(directory, names, terms)
         if not regional:
-            write_sealed_json(
-                directory.path / files.SERVED, read_sealed_json(directory.path / files.SERVED) | {"sites": names}
-            )
+            write_sealed_json(directory.path / files.SERVED, directory.served_run() | {"sites": names})
             clients = {name: np.array([k]) for k, name in enumerate(names)}
         frozen: list[str] = []  # the digest of the frozen part of the network, where there is one
         steps: list[int] = []  # of an epoch in each region, once the sites have reported their numbers of samples
+        weights: list[float] = []  # of each class, likewise
 
         def run_info() -> RunInfo:
             return {
@@ -225,41 +255,43 @@ def serve(
                 "std": list(dataset.std),
                 "shape": list(dataset.shape),
                 "tokenizer": dataset.tokenizer,  # all must make the same tokens of text
+                "table": dataset.table.model_dump_json() if dataset.table else "",  # and the same of a row
                 "steps": steps,
+                "class_weight": weights,
                 "frozen": frozen,
                 "checkpoint": directory.oldest_checkpoint(),
                 ROLLBACKS: rollbacks,
             }
 
-        registry = SiteRegistry(
-            clients,
-            dataset,
-            server_data,
-            run_info,
-            total=config.clients,
-            names=() if regional else names,
-            changing=regional,
-            max_share=config.max_share,
-            path=directory.path / files.COUNTS,
-        )
-        registry.counts.forget(terms.recount)
+        def new_registry() -> SiteRegistry:
+            return SiteRegistry(
+                clients,
+                dataset,
+                undivided(config, dataset),
+                run_info,
+                total=config.clients,
+                names=() if regional else names,
+                changing=regional,
+                max_share=config.max_share,
+                path=directory.path / files.COUNTS,
+                by_class=config.class_weight == BALANCED,
+            )
+
         with logging_to(directory.path / files.LOG):
             wanted = set(names) - set(revoked)
             for name in set(names) - wanted:
                 log.warning("%s belongs to this run, and its key was revoked: the run goes on without it", name)
             for name in () if regional else sorted(set(with_keys) - set(names)):
                 log.warning("%s is new, and this run has begun without it: it is for the next one", name)
-            while True:
-                registry.poll(link, timeout=terms.timeout)
-                missing = {name: why for name, why in registry.missing.items() if name in wanted}
-                if not missing or not pause(missing):
-                    break
-            if registry.reported_sites < (needed := min(terms.needed, len(wanted))):
-                raise FedstillError(
-                    f"only {registry.reported_sites} of {len(wanted)} sites are there, {needed} are needed"
-                )
+            if dataset.table is not None:
+                saved = saved_table(out) if directory.oldest_checkpoint() else None
+                poll = StatisticsPoll(new_registry(), dataset.table, config)
+                dataset = with_table(dataset, saved or _columns(config, poll, link, wanted, terms, pause))
+            registry = new_registry()
+            registry.counts.forget(terms.recount)
+            _gather(registry, link, wanted, terms, pause)
             setup = prepare(config, data=registry.federation, elsewhere=True)
-        if begun and directory.oldest_checkpoint():
+        if exists and directory.oldest_checkpoint():
             refuse_changes(fixed(directory.config()), fixed(anchored(config)))
             check_inputs(setup, out)
         save_inputs(setup, directory)
@@ -269,12 +301,64 @@ def serve(
         raise
     frozen += filter(None, [frozen_digest(setup.task.build().module)])
     steps += [region.task.local.steps_per_epoch for region in setup.hierarchy.regions]
+    weights += _class_weight(directory, setup, registry)
     loop_class, least = (EpisodeLoop, 1) if regional else (RoundLoop, fewest_answers(config, setup.method))
 
     def engine(worker: Worker) -> Engine:
         return SiteEngine(worker, link, registry, terms, least=least)
 
-    return api.run_in_directory(setup, directory, callbacks, engine, loop_class=loop_class)
+    return api.run_in_directory(
+        setup,
+        directory,
+        callbacks,
+        engine,
+        loop_class=loop_class,
+        at_end=lambda loop: deliver(link, registry, loop.models(), timeout=terms.timeout),
+    )
+
+
+def _class_weight(directory: RunDirectory, setup: Setup, registry: SiteRegistry) -> list[float]:
+    """How much each class counts in this run, also after a restart: sites that come later change nothing."""
+    if setup.config.class_weight != BALANCED:
+        return list(setup.task.local.class_weight)
+    path = directory.path / files.SERVED
+    saved = directory.served_run()
+    if "class_weight" not in saved:
+        saved |= {"class_weight": balanced_weights(registry.class_counts())}
+        write_sealed_json(path, saved)
+    return [float(weight) for weight in saved["class_weight"]]
+
+
+def _columns(
+    config: Config,
+    poll: StatisticsPoll,
+    link: SiteLink,
+    wanted: set[str],
+    terms: Terms,
+    pause: Callable[[dict[str, str]], bool],
+) -> TablePreprocessing:
+    """What a table's columns are, and are standardised by: as declared, or else by what the sites report."""
+    if is_declared(config):
+        return declared(config)
+    _gather(poll, link, wanted, terms, pause)
+    return poll.settled()
+
+
+def _gather(
+    poll: SiteRegistry | StatisticsPoll,
+    link: SiteLink,
+    wanted: set[str],
+    terms: Terms,
+    pause: Callable[[dict[str, str]], bool],
+) -> None:
+    """Poll sites until all that are wanted have answered, or `pause` ends the waiting and enough have."""
+    while True:
+        poll.poll(link, timeout=terms.timeout)
+        missing = {name: why for name, why in poll.missing.items() if name in wanted}
+        if not missing or not pause(missing):
+            break
+    if poll.reported_sites < (needed := min(terms.needed, len(wanted))):
+        raise FedstillError(f"only {poll.reported_sites} of {len(wanted)} sites are there, {needed} are needed")
 
 
 def _created(out: Path, config: Config) -> RunDirectory:
@@ -284,9 +368,11 @@ def _created(out: Path, config: Config) -> RunDirectory:
     return directory
 
 
-def _check(config: Config) -> None:
+def _check(config: Config, *, regional: bool) -> None:
     """Refuse what only a run on one machine can do, and a device that this one has not."""
     find(config.device)
+    if regional and (config.target or config.columns) and not is_declared(config):
+        raise SettingError("columns: of tables in regions, all must be declared, as 'fedstill columns' does")
     if config.attack:
         raise SettingError("attack: sites that attack can be simulated on one machine, with 'fedstill run'")
     if not config.fixed_regions or config.late_clients or any(r.joins > 1 or r.leaves for r in config.region):
@@ -307,6 +393,8 @@ def regions_of(config: Config, names: Sequence[str]) -> dict[str, IntArray]:
         raise SettingError(
             f"the regions are called {', '.join(wanted)} in the settings, and the keys {', '.join(names)}"
         )
+    if config.class_weight == BALANCED:
+        raise SettingError("class_weight = 'balanced': regions do not pass class counts on; give numbers instead")
     if methods.make(config.method, config.hyper).has_final_exchange:
         raise SettingError(f"{config.method} asks every client once more at the end, which regions do not pass on")
     called = wanted if any(wanted) else sorted(names)
@@ -317,8 +405,24 @@ def _number(directory: RunDirectory) -> str:
     """The number that identifies this run, also after a restart: a site's state belongs to one run."""
     path = directory.path / files.SERVED
     if not path.exists():
+        if directory.checkpoint_rounds() or directory.records():
+            raise FedstillError(
+                f"{path} is missing, though rounds are done: sites would take this for another run, and begin anew; "
+                f"put it back from a copy, or begin again: 'fedstill rollback {directory.path} --to 0'"
+            )
         write_sealed_json(path, {"number": secrets.token_hex(8), "sites": []})
-    return run_number(read_sealed_json(path))
+    return run_number(directory.served_run())
+
+
+def _check_counts(directory: RunDirectory, names: Sequence[str], terms: Terms) -> None:
+    """Refuse to believe anew what sites say that they have, unless that is asked for."""
+    path, known = directory.path / files.COUNTS, set(names) <= set(terms.recount)
+    # Directories of earlier versions, which have no index, had no such file.
+    if directory.checkpoint_rounds() and directory.client_store.run and not path.exists() and not known:
+        raise FedstillError(
+            f"{path} is missing, though rounds are done; put it back from a copy, or have all sites report their "
+            "numbers of samples anew: --recount NAME, for each of them"
+        )
 
 
 def _order(out: Path, names: Sequence[str], revoked: Collection[str]) -> list[str]:
@@ -327,8 +431,8 @@ def _order(out: Path, names: Sequence[str], revoked: Collection[str]) -> list[st
     A run that has begun keeps the number of its clients: one that was revoked is absent from now on, and one that was
     added since is left out.
     """
-    path = out / files.SERVED
-    members: list[str] = read_sealed_json(path)["sites"] if path.exists() else []
+    begun = RunDirectory.open(out, lock=False).served_run() if (out / files.SERVED).exists() else {}
+    members: list[str] = begun.get("sites", [])
     if not members:
         return sorted(names)
     for name in members:

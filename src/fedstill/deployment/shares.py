@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fedstill.core.arrays import IntArray
 from fedstill.core.files import read_sealed_json, write_sealed_json
-from fedstill.data.partition import IntArray
 
 log = logging.getLogger(__name__)
 

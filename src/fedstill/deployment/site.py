@@ -6,6 +6,7 @@ against the site's limits, and what is sent back is what its policy allows. docs
 
 from __future__ import annotations
 
+import logging
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,30 +18,37 @@ import numpy as np
 import torch
 
 from fedstill.building.config import Config, resolve
-from fedstill.building.data import divide, load_data, wanted_size
+from fedstill.building.data import dataset_of, divide, load_data, wanted_size
 from fedstill.building.task import local_training, make_task
 from fedstill.building.topology import regional_method
 from fedstill.core.device import find, on
 from fedstill.core.errors import DataError, SettingError
+from fedstill.core.files import home_path
 from fedstill.core.reports import Code, Refusal, Step, during
 from fedstill.core.store import Store
 from fedstill.core.tree import Tree
 from fedstill.data import download, sources, tokens
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation
+from fedstill.data.formats.columns import header
+from fedstill.data.statistics import PARTS, column_sums, own_columns, with_table
 from fedstill.deployment import policy as policies
-from fedstill.deployment.audit import SENT, AuditLog, answer_entry
+from fedstill.deployment.audit import SENT, STATE, AuditLog, answer_entry, request_kind
+from fedstill.deployment.delivery import is_finish, keep_model
 from fedstill.deployment.policy import Consent, Policy, Usage
-from fedstill.deployment.protocol import RunInfo, run_number
+from fedstill.deployment.protocol import BALANCED, BY_CLASS, CLASS_COUNTS, STATISTICS, RunInfo, run_number
 from fedstill.engine.worker import FinalExchange, Request, Score, Train, Worker, request_from
 from fedstill.methods import registry
 from fedstill.methods.base import Method, misfit
 from fedstill.methods.kinds import Kind
+from fedstill.metrics.scores import COUNTED, ClassCounts
 from fedstill.models.base import frozen_digest
 from fedstill.models.pretrained import DISTILBERT
 from fedstill.running.machine import one_thread
 from fedstill.running.rollback import ROLLBACKS, seen, unseen
 from fedstill.train.task import Task
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,11 @@ class LocalInputs:
 
     data: str = ""
     data_dir: str = ""
+    target: str = ""  # of a table: the column with the label
     method: str = ""  # a file (file.py:name): no file that a server names is ever run
     model: str = ""
+    text_column: str = ""  # of a table of text; which column is which, only the site says
+    label_column: str = ""
     pretrained: str = ""  # a folder, or a name on the hub: neither is looked for where a server says
     device: str = "cpu"
 
@@ -60,15 +71,19 @@ class LocalInputs:
         files = {"method": self.method, "model": self.model, "data": self.data}
         settings |= {name: value for name, value in files.items() if value}
         settings.pop("tokenizer", None)  # the server sends it, not where it has it
+        settings["metrics"] = [name for name in COUNTED if name in settings.get("metrics", [])]  # others are not sent
+        settings |= {"target": self.target} if self.target else {}
         named = [(name, settings.get(name, "")) for name in ("method", "model", "data", "proxy")]
         named += [("method", region.get("method", "")) for region in settings.get("region", [])]
         for name, value in named:
             harmless = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
-            if not harmless and value not in files.values():
+            if not harmless and value != files.get(name):  # the owner gave it, for this and nothing else
                 raise Refusal(
                     Code.FILE_NAMED, f"the run has a {name} that is no name but a file, {value}; give yours to the site"
                 )
         self._name_encoder(settings)
+        settings |= {"text_column": self.text_column, "label_column": self.label_column}
+        settings |= {} if settings.get("target") else {"client_column": ""}
         return resolve(settings, {"data_dir": self.data_dir, "device": self.device})
 
     def _name_encoder(self, settings: dict[str, Any]) -> None:
@@ -92,11 +107,14 @@ class Site:
         inputs: LocalInputs | None = None,
         policy: Policy | None = None,
         ask: Callable[[str], bool] | None = None,
+        finished: Callable[[str], None] = log.info,
     ) -> None:
         """Without `data` of its own, a site has its share of what the run divides, to try things out.
 
-        `ask` puts to the site's owner what the policy leaves open; without it, that is refused.
+        `ask` puts to the site's owner what the policy leaves open; without it, that is refused. `finished` gets what
+        there is to say when a run has ended.
         """
+        self._finished = finished
         self._directory, self._inputs, self._policy = directory, inputs or LocalInputs(), policy or Policy()
         self._consent = Consent(self._policy, ask)
         self._device = find(self._inputs.device)
@@ -114,24 +132,52 @@ class Site:
                 policies.check_settings(self._policy, config)
                 self._settings = text, config
         config = self._settings[1]
+        usage = Usage(self._directory / STATE / run_number(run), self._policy)
+        if body == {"kind": STATISTICS}:
+            with usage.work(training=False):
+                return self._statistics(run, config)
+        if is_finish(body):
+            with usage.work(training=False):
+                return self._finish(self._worker(run, config), config, run, body.get("model"), down)
         with during(Step.REQUEST):
             request = None if body is None else _request(body, run, config)
-        usage = Usage(self._directory / "state" / run_number(run), self._policy)
         with usage.work(training=isinstance(request, Train | FinalExchange)):
             worker = self._worker(run, config)
-            return self._answer(worker, request, down, run)
+            return self._answer(worker, request, down, run, config)
 
-    def _answer(self, worker: Worker, request: Request | None, down: Tree, run: RunInfo) -> Tree:
+    def _statistics(self, run: RunInfo, config: Config) -> Tree:
+        """Sums over the columns of the site's training rows, from which a server makes the preprocessing of a table."""
+        with during(Step.SETTINGS):
+            policies.check_run(self._policy, run)
+            table = policies.table_of(run)
+            if table is None or not self._inputs.data:
+                raise SettingError("statistics are of a site's own table: start it with --data and --target")
+        with during(Step.CONSENT):
+            self._consent.check_statistics(run_number(run), [column.name for column in table.columns])
+        with during(Step.LOAD):
+            found = dataset_of(load_data(_own_columns(config, run), table=table), "the site's data")
+        with during(Step.PREPARE):
+            return column_sums(own_columns(found, table), found.train.x, self._policy.min_count).message()
+
+    def _finish(self, worker: Worker, config: Config, run: RunInfo, name: Any, down: Tree) -> Tree:
+        with during(Step.FINAL), one_thread(), on(self._device):
+            self._finished(keep_model(self._directory, worker, config, run["client"], name, down))
+        return {"received": True}
+
+    def _answer(self, worker: Worker, request: Request | None, down: Tree, run: RunInfo, config: Config) -> Tree:
         private = Kind.METRICS in self._policy.deny
         if request is None:
             tests = 0 if private else len(worker.federation.test_index)
-            return {"samples": [len(worker.federation.train_index)], "tests": [tests]}
+            counts: dict[str, Any] = {"samples": [len(worker.federation.train_index)], "tests": [tests]}
+            if config.class_weight == BALANCED:  # to which the owner has agreed: see `_prepare`
+                labels = worker.federation.dataset.train.y.numpy()[worker.federation.train_index]
+                counts[CLASS_COUNTS] = np.bincount(labels, minlength=worker.task.classes).tolist()
+            return counts
         if isinstance(request, Score):
             if private:
                 raise Refusal(Code.NOT_ALLOWED, "how well models do on this site's tests is denied by its policy")
             with during(Step.SCORE), one_thread(), on(self._device):
-                whole = Score("local", 0, len(worker.federation.test_index))
-                return {"hits": [int(worker.handle(whole, down)["right"].sum())]}
+                return self._tested(worker, down, config)
         task, method = _trained_with(worker, request)
         wire = method.wire(task)
         with during(Step.REQUEST):
@@ -140,19 +186,35 @@ class Site:
         with during(Step.TRAIN if isinstance(request, Train) else Step.FINAL), one_thread(), on(self._device):
             if isinstance(request, Train):
                 _forget_with_the_server(worker.store, run.get(ROLLBACKS, []), request.round)
+            _check_state(worker.store, request)
             answer: dict[str, Any] = worker.handle(request, down)
         with during(Step.SEND):
             declared = wire.up if isinstance(request, Train) else wire.last
             policies.check_message(answer["message"], declared, self._policy.deny)
+        if newest := worker.store.newest(request.client, request.round + 1):
+            answer["state"] = newest
         worker.store.prune([run["client"]], needed=run["checkpoint"])
         if private:
             answer["metrics"] = {name: value for name, value in answer["metrics"].items() if name == "seconds"}
         return answer
 
+    def _tested(self, worker: Worker, down: Tree, config: Config) -> Tree:
+        """How often a model is right on the tests here; if the run names metrics and the policy agrees, by class."""
+        federation, classes = worker.federation, worker.task.classes
+        labels = federation.test_split.y.numpy()[federation.test_index]
+        predicted = worker.handle(Score("local", 0, len(labels)), down)["predicted"].cpu().numpy()
+        answer: dict[str, Any] = {"hits": [int((predicted == labels).sum())]}
+        if COUNTED.keys() & set(config.metrics) and self._consent.allows(Kind.CLASS_COUNTS):
+            counts = ClassCounts.of(labels, predicted, classes)
+            answer[BY_CLASS] = torch.from_numpy(counts.stacked())[None]
+        return answer
+
     def record(self, message: Tree, answer: Tree) -> None:
         """Write down what is about to be sent, in the site's audit log."""
-        kinds: dict[str, str] = {}
-        if self._ready is not None:
+        kinds: dict[str, str] = {BY_CLASS: Kind.CLASS_COUNTS}
+        if request_kind(message) == {"request": STATISTICS}:
+            kinds = dict.fromkeys(PARTS, Kind.STATISTICS)
+        elif self._ready is not None:
             worker = self._ready[1]
             for task, method in worker.regional or ((worker.task, worker.method),):
                 kinds |= policies.kinds_of(method, task)
@@ -171,12 +233,19 @@ class Site:
         if run["tokenizer"]:
             with during(Step.SETTINGS):
                 check_tokenizer(run["tokenizer"])
+        with during(Step.SETTINGS):
+            table = policies.table_of(run)
         config = config.model_copy(update={"tokenizer": run["tokenizer"]})
+        config = _own_columns(config, run) if table and self._inputs.data else config
         if self._inputs.data and config.proxy == "pool":  # which the server alone has
             config = config.model_copy(update={"proxy": ""})
         with during(Step.LOAD), self._fetching(own=bool(self._inputs.data)):
-            found = load_data(config)
+            found = dataset_of(load_data(config, table=table), "the site's data")
         with during(Step.PREPARE):
+            if table:
+                found = with_table(found, table)
+            elif found.table:
+                raise DataError("these data are a table, and the run is about none")
             federation = self._federation(config, run, found)
             method = registry.make(config.method, config.hyper)
             policies.check_network(self._policy, config, federation.dataset, method)
@@ -188,12 +257,14 @@ class Site:
                 )
             regional = self._regional(config, run, task, method, federation)
             if config.flat:
-                steps = run["steps"] or [0]
-                task = task.trained_as(replace(task.local, steps_per_epoch=steps[0]))
+                steps, weights = run["steps"] or [0], _class_weight(run)
+                task = task.trained_as(replace(task.local, steps_per_epoch=steps[0], class_weight=weights))
         with during(Step.CONSENT):
+            if config.class_weight == BALANCED:
+                self._consent.check_setting(run_number(run), "class_weight = balanced", Kind.CLASS_COUNTS)
             for name, inside in regional or [(config.method, (task, method))]:
                 self._consent.check(run_number(run), name, inside[1], inside[0])
-        store = Store(self._directory / "state" / run_number(run), run=run_number(run), earlier=True)
+        store = Store(self._directory / STATE / run_number(run), run=run_number(run), earlier=True)
         return Worker(task, federation, method, store, tuple(inside for _, inside in regional))
 
     def _fetching(self, *, own: bool) -> AbstractContextManager[None]:
@@ -210,10 +281,9 @@ class Site:
         found = []
         for table, count in zip(tables, run["steps"] or [0] * len(tables), strict=True):
             local = local_training(config.model_copy(update=table.overrides()), federation)
+            local = replace(local, steps_per_epoch=count, class_weight=_class_weight(run))
             inside = regional_method(table, config, method)
-            found.append(
-                (table.method or config.method, (task.trained_as(replace(local, steps_per_epoch=count)), inside))
-            )
+            found.append((table.method or config.method, (task.trained_as(local), inside)))
         return found
 
     def _federation(self, config: Config, run: RunInfo, found: Dataset) -> Federation:
@@ -228,10 +298,30 @@ class Site:
             found, train, test = shared.dataset, shared.train(run["client"]), shared.test(run["client"])
             source, pool = shared.test_source, shared.pool_index
         if list(found.shape) != run["shape"]:
-            raise DataError(f"samples here have shape {tuple(found.shape)}, the server's {tuple(run['shape'])}")
+            sizes = f"samples here have shape {tuple(found.shape)}, the server's {tuple(run['shape'])}"
+            raise DataError(sizes + ("; image_size, set for the run, brings images to one" if found.mean else ""))
         dataset = replace(_labelled_as(found, run["classes"]), mean=tuple(run["mean"]), std=tuple(run["std"]))
         later = np.arange(run["clients"] + 1) > run["client"]
         return Federation(dataset, train, later * len(train), test, later * len(test), pool, source)
+
+
+def _class_weight(run: RunInfo) -> tuple[float, ...]:
+    """How much each class counts in the run; `check_run` has looked at it."""
+    return tuple(map(float, run.get("class_weight", [])))
+
+
+def _own_columns(config: Config, run: RunInfo) -> Config:
+    """The settings for a site's own table: which columns are features is known, and all rows are the site's."""
+    path = home_path(config.data)
+    own: dict[str, Any] = {
+        "classes": run["classes"],
+        "client_column": "",
+        "drop_columns": [],
+        "categorical_columns": [],
+    }
+    if config.split_column and sources.is_table(config.data, config.target) and path.is_file():
+        own["split_column"] = config.split_column if config.split_column in header(path) else ""
+    return config.model_copy(update=own)
 
 
 def _trained_with(worker: Worker, request: Train | FinalExchange) -> tuple[Task, Method]:
@@ -248,10 +338,20 @@ def _request(body: Any, run: Mapping[str, Any], config: Config) -> Request:
         return request
     regions = 1 if config.flat else len(config.region) or config.regions
     region = getattr(request, "region", 0)
-    numbers = all(type(number) is int for number in (request.client, request.round, region))
+    numbers = all(type(number) is int for number in (request.client, request.round, region, request.state))
     if not numbers or request.client != run["client"] or not 1 <= request.round <= 10**9 or not 0 <= region < regions:
         raise Refusal(Code.BAD_REQUEST, "the request is about another client, or about no round or region")
     return request
+
+
+def _check_state(store: Store, request: Train | FinalExchange) -> None:
+    """Refuse to begin anew, and so to answer with something else, where this client had a state and it is gone."""
+    if store.newest(request.client, request.round) < request.state:
+        raise Refusal(
+            Code.STATE_LOST,
+            f"{store.path(request.client, request.state)} is missing, which round {request.state} left here; put it "
+            "back from a copy, or have the server started with --recount for this site, to begin anew",
+        )
 
 
 def check_tokenizer(tokenizer: str) -> None:
@@ -276,13 +376,20 @@ def _labelled_as(found: Dataset, classes: Sequence[str]) -> Dataset:
     """The data with the server's classes: the same names get its numbers; classes that are only numbers keep theirs."""
     unknown = [name for name in found.classes if name not in classes]
     if not unknown:
-        number = torch.tensor([classes.index(name) for name in found.classes])
-        splits = {part: getattr(found, part) for part in ("train", "test")}
-        if number.tolist() != list(range(len(number))):
-            splits = {part: replace(split, y=number[split.y]) for part, split in splits.items()}
-        return replace(found, classes=tuple(classes), **splits)
-    if not all(name.isdecimal() for name in found.classes):
+        return _renumbered(found, [classes.index(name) for name in found.classes], classes)
+    if found.table or not all(name.isdecimal() for name in found.classes):
         raise DataError(f"the class {unknown[0]!r} here is none of the server's: {', '.join(classes)}")
-    if len(found.classes) > len(classes):
-        raise DataError(f"there are {len(found.classes)} classes here, and the server knows {len(classes)}")
-    return replace(found, classes=tuple(classes))
+    numbers = [int(name) for name in found.classes]
+    if max(numbers) >= len(classes):
+        raise DataError(
+            f"label {max(numbers)} here is none of the server's {len(classes)} classes, {', '.join(classes)}; label "
+            "by these names, or from 0"
+        )
+    return _renumbered(found, numbers, classes)
+
+
+def _renumbered(found: Dataset, numbers: Sequence[int], classes: Sequence[str]) -> Dataset:
+    """The data with other classes, in which each class of theirs has this number."""
+    number = torch.tensor(numbers)
+    train, test = (replace(split, y=number[split.y]) for split in (found.train, found.test))
+    return replace(found, train=train, test=test, classes=tuple(classes))

@@ -1,14 +1,19 @@
-"""When a round ends without the sites that do not answer."""
+"""When a round ends without the sites that do not answer, and when one that could not take part is polled again."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
-from statistics import median
+from statistics import median_high
 from typing import Any
 
-_FACTOR = 10.0  # times as long as usual
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE = 20.0  # seconds after which a site that could not take part is polled again; then twice as long each time
+_LONGEST_PAUSE = 600.0  # seconds after which it is, at the latest
+_FACTOR = 10.0  # times as long as the others take
 _SHORTEST = 30.0  # seconds
 
 
@@ -16,7 +21,8 @@ class ResponseTimes:
     """How long sites take, and so how long the others are waited for.
 
     Once enough have answered, the rest have `wait_after` seconds from the last answer on. Unless that is given, it is
-    ten times as long as they or most others took before, at least 30 s; the first time there is no such limit.
+    ten times the median of what the others took last, at least 30 s: a site's own time gives it no more. There is no
+    such limit the first time that a site is asked, until more than half as many others are known.
     """
 
     def __init__(self, wait_after: float | None) -> None:
@@ -24,15 +30,15 @@ class ResponseTimes:
         self._seconds: dict[tuple[str, str], float] = {}  # by kind of request and site
         self._requested = set[tuple[str, str]]()
 
-    def allowance(self, kind: str, site: str) -> float:
-        """Seconds that a site has after the others' last answer."""
+    def allowance(self, kind: str, site: str, asked: int) -> float:
+        """Seconds that a site, one of so many that are asked, has after the others' last answer."""
         if self._wait_after is not None:
             return self._wait_after
-        if (kind, site) not in self._requested:
+        others = [seconds for (what, who), seconds in self._seconds.items() if what == kind and who != site]
+        first = (kind, site) not in self._requested
+        if not others or (first and 2 * len(others) <= asked):
             return math.inf
-        times = [seconds for (what, _), seconds in self._seconds.items() if what == kind]
-        usual = median(times) if times else 0.0
-        return max(_SHORTEST, _FACTOR * max(usual, self._seconds.get((kind, site), 0.0)))
+        return max(_SHORTEST, _FACTOR * median_high(others))
 
     def add(self, kind: str, site: str, seconds: float) -> None:
         self._seconds[kind, site] = seconds
@@ -48,14 +54,14 @@ class RequestDeadline:
         self._times, self._kind, self._least = times, kind, least
         self._sites = list(sites)
         self._waiting = set(self._sites)
-        self._answered = 0
+        self._answers = 0
         self._began = self._last = time.monotonic()
 
     def moment(self) -> float:
         """The moment of the monotonic clock at which it is over."""
-        if self._answered < self._least or not self._waiting:
+        if self._answers < self._least or not self._waiting:
             return math.inf
-        return self._last + max(self._times.allowance(self._kind, site) for site in self._waiting)
+        return self._last + max(self._times.allowance(self._kind, site, len(self._sites)) for site in self._waiting)
 
     def watch(self, answers: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """The answers as they come."""
@@ -63,8 +69,28 @@ class RequestDeadline:
             for site, answer in answers:
                 self._waiting.discard(site)
                 if isinstance(answer, dict) and "error" not in answer:
-                    self._answered, self._last = self._answered + 1, time.monotonic()
+                    self._answers, self._last = self._answers + 1, time.monotonic()
                     self._times.add(self._kind, site, self._last - self._began)
                 yield site, answer
         finally:
             self._times.finish(self._kind, self._sites)
+
+
+class Refusals:
+    """Sites that could not take part: why, and when each is polled again."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+        self._times: dict[str, int] = {}
+        self._not_before: dict[str, float] = {}
+
+    def add(self, name: str, reason: str) -> None:
+        if self.reasons.get(name) != reason:
+            log.warning("%s cannot take part: %s", name, reason)
+        self.reasons[name] = reason
+        wait = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(self._times.get(name, 0), 10))
+        self._times[name] = self._times.get(name, 0) + 1
+        self._not_before[name] = time.monotonic() + wait
+
+    def due(self, name: str) -> bool:
+        return time.monotonic() > self._not_before.get(name, -math.inf)

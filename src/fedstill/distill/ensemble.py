@@ -35,12 +35,12 @@ def normalised(alpha: Tensor) -> Tensor:
     return (lifted / lifted.sum(0)).float()
 
 
-def diversity(noise: Tensor, made: Tensor) -> Tensor:
+def diversity(noise: Tensor, samples: Tensor) -> Tensor:
     """exp(-mean_ij d_z(i, j) d_G(i, j)): small when different noise gives different samples.
 
     d_z is the mean squared, d_G the mean absolute difference of two rows.
     """
-    flat = made.flatten(1)
+    flat = samples.flatten(1)
     by_noise = (noise.unsqueeze(1) - noise.unsqueeze(0)).square().mean(2)
     by_sample = torch.cdist(flat, flat, p=1) / flat.shape[1]
     return torch.exp(-(by_noise * by_sample).mean())

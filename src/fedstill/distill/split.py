@@ -15,9 +15,9 @@ class Split:
     """The server's samples, by what they are used for."""
 
     samples: Samples  # all that are used
-    taught: Tensor  # places of those that the student learns from
-    checked: Tensor  # places of those, labelled, that tell who is reliable
-    labelled: Tensor  # for each taught sample, whether its label may be used
+    train: Tensor  # places of those that the student learns from
+    check: Tensor  # places of those, labelled, that tell who is reliable
+    labelled: Tensor  # for each of `train`, whether its label may be used
 
 
 def split_by_use(
@@ -30,14 +30,14 @@ def split_by_use(
     y = samples.y
     used = torch.nonzero(in_share(y, share, even, rng)).flatten()
     labelled = in_share(y[used], labelled_share, False, rng)
-    checked = labelled
-    taught = torch.ones(len(used), dtype=torch.bool)
+    check = labelled
+    train = torch.ones(len(used), dtype=torch.bool)
     if held_out:
-        checked = torch.zeros_like(labelled)
-        checked[labelled] = in_share(y[used][labelled], held_out, False, rng)
-        taught = ~checked
+        check = torch.zeros_like(labelled)
+        check[labelled] = in_share(y[used][labelled], held_out, False, rng)
+        train = ~check
     places = torch.arange(len(used))
-    return Split(samples.take(used), places[taught], places[checked], labelled[taught])
+    return Split(samples.take(used), places[train], places[check], labelled[train])
 
 
 def in_share(y: Tensor, share: float, even: bool, rng: torch.Generator) -> Tensor:

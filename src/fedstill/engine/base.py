@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from fedstill.core import device, tree
 from fedstill.core.tree import Message, Tree
 from fedstill.engine.worker import Request, Worker
+from fedstill.metrics.scores import ClassCounts
+
+
+@dataclass(frozen=True)
+class LocalTest:
+    """How a model does on the tests of a client elsewhere."""
+
+    hits: int  # how often it is right
+    by_class: ClassCounts | None = None  # if the client sends them
 
 
 class Engine(ABC):
@@ -33,8 +43,8 @@ class Engine(ABC):
         """Clients that cannot be reached at present."""
         return set()
 
-    def local_hits(self, down: Message) -> dict[int, int] | None:
-        """How often a model is right on the tests of each client that answers; None: its samples are scored here."""
+    def local_tests(self, down: Message) -> dict[int, LocalTest] | None:
+        """How a model does on the tests of each client that answers; None: its samples are scored here."""
         return None
 
     @property

@@ -36,6 +36,7 @@ class Train:
     round: int
     measure: bool = False
     region: int = 0
+    state: int = 0  # of a client elsewhere: the round whose state it has, by its last answer that counted
 
 
 @dataclass(frozen=True)
@@ -44,27 +45,31 @@ class FinalExchange:
 
     client: int
     round: int
+    state: int = 0
 
 
 @dataclass(frozen=True)
 class Score:
-    """Ask for loss and prediction on samples start to stop of the global test set or of all local test sets."""
+    """Ask for loss and prediction on samples start to stop of the global test set or of all local test sets.
+
+    `probabilities`: and for the probability of each class.
+    """
 
     source: Source
     start: int
     stop: int
+    probabilities: bool = False
 
 
 Request = Train | FinalExchange | Score
 T = TypeVar("T")
 # By the names that requests have on the wire and in audit logs.
-_KINDS: dict[str, type[Request]] = {"Train": Train, "Conclude": FinalExchange, "Score": Score}
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+_KINDS: dict[str, type[Request]] = {kind.__name__: kind for kind in (Train, FinalExchange, Score)}
 
 
 def kind_of(request: Request) -> str:
     """The name of its kind on the wire."""
-    return _NAMES[type(request)]
+    return type(request).__name__
 
 
 def request_fields(request: Request) -> dict[str, Any]:
@@ -109,11 +114,7 @@ class Worker:
         down = {name: to_current_device(part) for name, part in down.items()}
         if isinstance(request, Score):
             x, y = self._stored(request)
-            found = score(self.task, down["model"], x, y)
-            # Where a test set is a client's own, only how often the model is right on it is anybody's business.
-            if request.source == "test":
-                return found
-            return {"right": (found["predicted"] == to_current_device(y)).to(torch.int8)}
+            return score(self.task, down["model"], x, y, probabilities=request.probabilities)
         if isinstance(request, Train) and self.regional:
             task, method = self.regional[request.region]
             return replace(self, task=task, method=method, regional=()).handle(request, down)

@@ -34,7 +34,7 @@ from fedstill.core.tree import Tree
 from fedstill.flower import private, superlink
 from fedstill.flower.keys import check_dates
 from fedstill.flower.private import FlowerRun, Node
-from fedstill.flower.records import from_records, to_records
+from fedstill.flower.records import MOST_TEXT, from_records, to_records
 
 _log = logging.getLogger(__name__)
 _START = 120.0  # seconds that the SuperLink may take until it answers
@@ -43,6 +43,8 @@ _BEAT = 5.0  # seconds between heartbeats of the run
 _LOOK = 0.5  # seconds for which the list of connected sites is believed
 _AGAIN = 1.0  # seconds before a request that was lost is sent again
 _KEYS = 1.0  # seconds between looks at who is to be let in
+# By what an answer shows that it is none, or too large; to request it again would bring the same.
+_UNREADABLE = (DataError, ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError)
 
 PublicKeys = Mapping[str, bytes | Path]
 """Each site's public key in OpenSSH's format, or the file that has it."""
@@ -226,7 +228,7 @@ class FlowerLink:
             except httpx.HTTPError as error:  # the watcher brings the SuperLink back
                 _log.debug("%s: %s", site, error)
                 wait = _AGAIN
-            except (DataError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            except _UNREADABLE as error:
                 return Failure(f"its answer is refused: {cleaned(error)}")
             except Exception as error:  # noqa: BLE001 (Flower's own, such as an upload that did not come)
                 _log.info("%s: %s; sending it again", site, cleaned(error))
@@ -311,7 +313,7 @@ class FlowerLink:
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         home = self._directory.resolve()
-        command = [sys.executable, "-P", superlink.__file__, "--host", self._host, "--port", str(self._port)]
+        command = [sys.executable, "-P", "-m", superlink.__name__, "--host", self._host, "--port", str(self._port)]
         command += ["--isolation", "process", "--disable-runtime-dependency-installation"]
         if self._database:
             command += ["--database", str(home / "superlink.db")]
@@ -409,7 +411,7 @@ def _read(answer: Message, name: str, most_bytes: int) -> Tree | Failure:
         return Failure(f"its answer is refused: {answer.error.reason}")
     if answer.has_error():
         return Failure(f"Flower's error {answer.error.code}: {cleaned(answer.error.reason)}")
-    reply = from_records(answer.content, most_bytes=most_bytes)
+    reply = from_records(answer.content, most_bytes=most_bytes, most_text=MOST_TEXT)
     if not isinstance(reply, dict) or reply.get("id") != name or len(reply) != 2:
         raise DataError("it does not belong to the request")
     if "body" in reply:

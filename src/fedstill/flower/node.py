@@ -32,6 +32,7 @@ from fedstill.flower.records import from_records, to_records
 _log = logging.getLogger(__name__)
 _ANSWER = "answer"  # what the file of the last answer is sealed as
 _SESSION_SECONDS = 75.0  # seconds: Flower holds the place of a process that vanished for 60
+_MOST_TEXT = 128 << 20  # characters of a request's JSON, in which a tokenizer may have half of them
 _LONGEST = 30 * 24 * 3600.0  # seconds that any request may take
 _BACKOFF = 2.0  # most seconds between two attempts to connect
 _LONG_BACKOFF = 60.0  # the same where somebody has to do something at the server first
@@ -62,8 +63,9 @@ def serve(
     ready: Callable[[], None] | None = None,
     record: Record | None = None,
     most_seconds: float = math.inf,
+    done: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Answer each request from `server` (host:port) with what `handle` returns, until SIGTERM or SIGINT.
+    """Answer each request from `server` (host:port) with what `handle` returns, until SIGTERM, SIGINT or `done`.
 
     The server is waited for, and reconnected to, for ever, also if it does not know the key yet, or its certificate
     has expired; FedstillError when it is not the right one. Without `ca` nothing is encrypted, and the server must have
@@ -76,6 +78,11 @@ def serve(
     private_folder(directory)
     with owner_only(), _locked(directory), suppress(_Stopped), _stoppable():
         site = _Site(handle, directory, ready, record, most_seconds)
+
+        def end_when_done() -> None:
+            if done():
+                raise _Stopped
+
         refused_since: float | None = None
         rejected = 0  # times in a row
         while True:
@@ -88,8 +95,9 @@ def serve(
                     predecessor=site.node_id(),
                     connected=site.connected,
                     answer=site.answer,
+                    pushed=end_when_done,
                 )
-            except private.Refused as error:
+            except private.Refusal as error:
                 refused_since = refused_since or time.monotonic()
                 _check_refusal(error, server, key, time.monotonic() - refused_since)
                 rejected = rejected + 1 if error.status == 401 else 0
@@ -105,7 +113,7 @@ def serve(
             time.sleep(min(_LONG_BACKOFF, 2.0 ** min(rejected, 10)) if rejected else 1.0)
 
 
-def _check_refusal(error: private.Refused, server: str, key: Path, seconds: float) -> None:
+def _check_refusal(error: private.Refusal, server: str, key: Path, seconds: float) -> None:
     """Raise what the user has to mend; return if waiting may help."""
     status = error.status
     if status == 401:
@@ -132,8 +140,8 @@ class _Site:
         self._answer, self._node = directory / "answer.safetensors", directory / "node"
         self.connections = 0
         self._complaint: tuple[str, str] | None = None  # the last error here, and its number
-        kept = self._kept()
-        self._last = kept and kept["id"]  # the request that the file answers
+        previous = self._previous_answer()
+        self._last = previous and previous["id"]  # the request that the file answers
 
     def node_id(self) -> int | None:
         """The number under which this site, or the process before it, was connected."""
@@ -153,39 +161,39 @@ class _Site:
         name, body = None, None
         try:
             with reports.during(reports.Step.REQUEST):
-                request = from_records(records)
+                request = from_records(records, most_text=_MOST_TEXT)
                 name, seconds, body = request["id"], request["seconds"], request["body"]
-            if name is not None and name == self._last and (kept := self._kept()) is not None:
-                return self._sent(body, kept)
+            if name is not None and name == self._last and (previous := self._previous_answer()) is not None:
+                return self._recorded_answer(body, previous)
             with _limited(min(float(seconds), self._most_seconds)):
                 answer = {"id": name, "body": self._handle(body)}
                 if request["keep"]:
                     write_atomic(self._answer, tree.seal(answer, _ANSWER))
-            sent = self._sent(body, answer)
+            reply = self._recorded_answer(body, answer)
             if request["keep"]:
                 self._last = name
-            return sent
+            return reply
         except (Exception, SystemExit, _OutOfTime) as error:  # noqa: BLE001 (whatever the handler raises)
             answer = {"id": name if isinstance(name, str) else None, "error": self._report(error)}
             try:
-                return self._sent(body, answer)
-            except Exception:  # noqa: BLE001 (what cannot be recorded is not sent, but that it failed is)
-                _log.exception("the answer could not be recorded")
+                return self._recorded_answer(body, answer)
+            except Exception as problem:  # noqa: BLE001 (what cannot be recorded is not sent, but that it failed is)
+                _log.error("the answer could not be recorded: %s\n%s", cleaned(problem, 2000), reports.frames(problem))
                 return to_records({**answer, "error": reports.report(Code.DISK, None, answer["error"]["number"])})
 
-    def _kept(self) -> Tree:
+    def _previous_answer(self) -> Tree:
         """The last answer; None: there is none, or it is damaged, and so made anew when it is asked for."""
         with suppress(OSError, DataError):
-            kept, digest = tree.unseal(self._answer.read_bytes(), _ANSWER)
-            return kept if digest else None
+            answer, digest = tree.unseal(self._answer.read_bytes(), _ANSWER)
+            return answer if digest else None
         return None
 
-    def _sent(self, body: Tree, answer: Tree) -> RecordDict:
+    def _recorded_answer(self, body: Tree, answer: Tree) -> RecordDict:
         """An answer as it is sent, once it has been recorded."""
-        sent = to_records(answer)
+        records = to_records(answer)
         if self._record is not None:
             self._record(body, answer)
-        return sent
+        return records
 
     def _report(self, error: BaseException) -> dict[str, str]:
         """The report of an error to the server. Its text, which may hold anybody's data, is for the log here."""
@@ -196,8 +204,8 @@ class _Site:
         if self._complaint is None or self._complaint[0] != text:
             self._complaint = text, reports.new_number()
             _log.warning(
-                "number %s: %s; the server gets only the code %s (step %s)",
-                self._complaint[1], text, code, step or "request", exc_info=None if expected else error,
+                "number %s: %s; the server gets only the code %s (step %s)%s",
+                self._complaint[1], text, code, step or "request", "" if expected else f"\n{reports.frames(error)}",
             )  # fmt: skip
         return reports.report(code, step, self._complaint[1])
 

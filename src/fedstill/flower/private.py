@@ -31,6 +31,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedstill.core.reports import cleaned
+from fedstill.flower.records import MOST_TEXT
 from fedstill.flower.superlink import KEYS_PATH, MOST_OBJECTS, OVERHEAD, SECRET_HEADER
 
 _log = logging.getLogger("fedstill.flower")
@@ -224,7 +226,7 @@ class FlowerRun:
             # It was refused while it arrived, and there is an error in its place.
             return self.pull(message, most_bytes=most_bytes, seconds=until - time.monotonic())
         confirm()
-        _check_arrays(contents, most_bytes)
+        _check_sizes(contents, most_bytes)
         message_ = inflate_object_from_contents(answer, contents)
         if not isinstance(message_, Message):
             raise ValueError("it is no message")
@@ -250,13 +252,17 @@ class FlowerRun:
         self._grid.close()
 
 
-def _check_arrays(contents: dict[str, bytes], most_bytes: int) -> None:
-    """An array may name one of its chunks any number of times, and Flower would put them all together."""
+def _check_sizes(contents: dict[str, bytes], most_bytes: int) -> None:
+    """Refuse what would grow when Flower puts it together: the numbers and texts of records, which become objects, and
+    arrays, which may name one of their chunks any number of times."""
     from flwr.supercore.inflatable.inflatable_object import _get_object_body, get_object_head_values_from_object_content
 
-    size = 0
+    size = text = 0
     for content in contents.values():
         kind, children, _ = get_object_head_values_from_object_content(content)
+        text += len(content) if kind != "ArrayChunk" else 0
+        if text > MOST_TEXT + OVERHEAD:
+            raise ValueError(f"it has more than {MOST_TEXT:,} bytes beside its tensors")
         if kind == "Array":
             size += sum(len(contents[children[i]]) for i in json.loads(_get_object_body(content))["arraychunk_ids"])
     if size > most_bytes + OVERHEAD:
@@ -266,7 +272,7 @@ def _check_arrays(contents: dict[str, bytes], most_bytes: int) -> None:
 # --------------------------------------------------------------------------------------------------------- a site's end
 
 
-class Refused(Exception):
+class Refusal(Exception):
     """The SuperLink does not let this site in; `status` is HTTP's, 426 for another version of Flower, or None."""
 
     def __init__(self, reason: str, status: int | None) -> None:
@@ -282,8 +288,11 @@ def supernode(
     predecessor: int | None,
     connected: Callable[[int], None],
     answer: Callable[[RecordDict], RecordDict],
+    pushed: Callable[[], None] = lambda: None,
 ) -> None:
-    """Flower's SuperNode until it loses its place at the SuperLink; Refused if it finds none.
+    """Flower's SuperNode until it loses its place at the SuperLink; Refusal if it finds none.
+
+    `pushed` is called whenever all answers are at the server; it may raise, to end this.
 
     Flower's SuperNode leaves a message to a ClientApp in another process and polls until that has answered. Here the
     ClientApp is called in its stead, so one process lives as long as the site and no local port is opened.
@@ -313,6 +322,7 @@ def supernode(
             node._insert_message(app(message, context), state, object_store)
             state.record_message_processing_end(bare.metadata.message_id)
         push(state=state, object_store=object_store, **network)
+        pushed()
         idle_since = time.monotonic()
 
     @contextmanager
@@ -324,10 +334,10 @@ def supernode(
 
     def refuse(code: int, reason: str | None = None, **_: Any) -> NoReturn:
         error = sys.exc_info()[1]
-        if isinstance(error, Refused):
+        if isinstance(error, Refusal):
             raise error
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else None
-        raise Refused(" ".join(str(reason).split()), 426 if code == ExitCode.RUNTIME_VERSION_INCOMPATIBLE else status)
+        raise Refusal(cleaned(reason), 426 if code == ExitCode.RUNTIME_VERSION_INCOMPATIBLE else status)
 
     push, activate = node._push_messages, connection.http_request_response
     if predecessor is not None:

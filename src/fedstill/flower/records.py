@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,10 @@ from fedstill.core.errors import DataError, in_one_line
 from fedstill.core.tree import Tree
 
 _TENSOR = "$tensor"
+MOST_TEXT = 1 << 20  # characters of an answer's JSON: names and a few numbers, as all else is in tensors
 _MOST_LEVELS = 32  # of a tree; what nests deeper could be read, but not written again
+_MOST_NODES = 500_000  # values and names of a tree: an empty dict has two characters, and takes 64 bytes and more
+_NODE = re.compile(r'[\[{,]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # what begins one; a string, as it may hold the others
 _HEADER = 1024  # bytes that the head of a .npy may take
 _DTYPES = {str(np.dtype(name)): np.dtype(name) for name in ("float16", "float32", "float64", "bool", "uint8", "int8")}
 _DTYPES |= {name: np.dtype(name) for name in ("int16", "int32", "int64")}
@@ -42,8 +47,12 @@ def to_records(tree: Tree) -> RecordDict:
     return RecordDict({"tensors": ArrayRecord(arrays), "tree": ConfigRecord({"json": shape})})
 
 
-def from_records(records: RecordDict, *, most_bytes: int | None = None) -> Tree:
-    """The tree that records hold; what is not such a tree, or is larger than allowed, is refused."""
+def from_records(records: RecordDict, *, most_bytes: int | None = None, most_text: int | None = None) -> Tree:
+    """The tree that records hold; what is not such a tree, or is larger than allowed, is refused.
+
+    Nothing is decoded before its size is known. Each tensor has one place: one that were named often would take its
+    memory as often when the tree is written again.
+    """
     if not isinstance(records.get("tensors"), ArrayRecord) or not isinstance(records.get("tree"), ConfigRecord):
         raise DataError("it is not a message of fedstill's")
     arrays: dict[str, Array] = dict(records.array_records["tensors"])
@@ -53,6 +62,10 @@ def from_records(records: RecordDict, *, most_bytes: int | None = None) -> Tree:
     size = len(text) + sum(len(array.data) for array in arrays.values())
     if most_bytes is not None and size > most_bytes:
         raise DataError(f"it has {size:,} bytes, more than the {most_bytes:,} allowed")
+    if most_text is not None and len(text) > most_text:
+        raise DataError(f"it has {len(text):,} characters of text, more than the {most_text:,} allowed")
+    if next(islice(_NODE.finditer(text), _MOST_NODES, None), None) is not None:
+        raise DataError(f"it has more than the {_MOST_NODES:,} values and names allowed")
     tensors = {place: _tensor(array) for place, array in arrays.items()}
 
     def fill(node: Any, level: int = 0) -> Tree:
@@ -62,8 +75,8 @@ def from_records(records: RecordDict, *, most_bytes: int | None = None) -> Tree:
             if _TENSOR in node:
                 place = node[_TENSOR]
                 if len(node) != 1 or not isinstance(place, str) or place not in tensors:
-                    raise DataError("it names a tensor that it lacks")
-                return tensors[place]
+                    raise DataError("it names a tensor that it lacks, or names one twice")
+                return tensors.pop(place)
             return {key: fill(value, level + 1) for key, value in node.items()}
         return [fill(value, level + 1) for value in node] if isinstance(node, list) else node
 

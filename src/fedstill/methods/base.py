@@ -247,6 +247,10 @@ class Method:
         """The models to evaluate. The first is the model: the one that is saved and headlines the results."""
         return {"model": server.model}
 
+    def own_model(self, state: dict[str, Any], kept: dict[str, Any]) -> Tensor | None:
+        """A client's own model, as it last trained it: from its state, or from what the server keeps for it."""
+        return None
+
     def parts(self) -> list[Method]:
         """The methods that are composed in this one, the client side first."""
         return [self]

@@ -102,7 +102,10 @@ class CCVR(Modifier):
 
     def models(self, server: Server) -> dict[str, Tensor]:
         plain = super().models(server)
-        return {"with CCVR": server.state[_STATE], **plain} if _STATE in server.state else plain
+        if _STATE not in server.state:
+            return plain
+        named = {"without CCVR" if name == "model" else name: model for name, model in plain.items()}
+        return {"with CCVR": server.state[_STATE], **named}
 
 
 def root(covariance: Tensor) -> Tensor:

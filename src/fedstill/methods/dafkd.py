@@ -22,7 +22,7 @@ from fedstill.distill.stage import match_probabilities, mean_logits, mean_probab
 from fedstill.methods.base import Needs, Part, Server, Uplink, Wire
 from fedstill.methods.kinds import Kind
 from fedstill.methods.server_side import Distilling
-from fedstill.models.norms import statistics_kept
+from fedstill.models.norms import frozen_statistics
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, predict, require_features
 from fedstill.train.loop import Batch, Objective, steps_of
@@ -78,7 +78,7 @@ class DaFKD(Distilling):
         up = inner.up | generator
         if self.judged and self.private:
             shape = (self.batches * self.server_batch, task.classes)
-            up |= {"predictions": Part(shape, "weighted predictions", optional=True, kind=Kind.PREDICTIONS)}
+            up |= {"predictions": Part(shape, "weighted predictions", task.dtype, optional=True, kind=Kind.PREDICTIONS)}
         elif self.judged:
             up |= weights("discriminator", self.discriminator(task))
         return Wire(inner.down | generator, up)
@@ -111,8 +111,8 @@ class DaFKD(Distilling):
         task = client.task
         generator, discriminator = self.generator(task), self.discriminator(task)
         params = generator.load(client.down["generator"]).params
-        known = client.state.get("discriminator")
-        judge = discriminator.load(discriminator.initial() if known is None else known).module
+        head = client.state.get("discriminator")
+        judge = discriminator.load(discriminator.initial() if head is None else head).module
         assert isinstance(judge, Discriminator)
         inner = super().objective(client)
         if self.adv_rounds and client.round > self.adv_rounds:
@@ -144,9 +144,9 @@ class DaFKD(Distilling):
         def after(batch: Batch) -> None:  # the generator ascends Eq. 3, in its non-saturating form
             nonlocal step
             if active():
-                made = generator.draw(max(2, len(batch.y)), noise)
-                with statistics_kept(judge.trunk or client.net):
-                    logit = judge(made) if judge.trunk else judge.head(client.net.features(made)).squeeze(1)
+                samples = generator.draw(max(2, len(batch.y)), noise)
+                with frozen_statistics(judge.trunk or client.net):
+                    logit = judge(samples) if judge.trunk else judge.head(client.net.features(samples)).squeeze(1)
                 descend(-F.logsigmoid(logit).mean(), params, adam)
             step += 1
 
@@ -168,17 +168,17 @@ class DaFKD(Distilling):
     # --- server -------------------------------------------------------------------------------------------------
 
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
-        task, sent = server.task, server.state["generator"]
+        task, old_generator = server.task, server.state["generator"]
         server.state["generator"] = weighted_mean((up["generator"], 1) for up in uplinks)  # Eq. 4
         if server.round == 1 or self.variant == "no-distill" or self.server_epochs == 0:
             return
         if self.private:
             # A client may leave out what the first round does not need; one that does so later has no say.
-            sent_up = [up["predictions"] for up in uplinks if "predictions" in up.message]
-            if not sent_up:
+            predictions = [up["predictions"] for up in uplinks if "predictions" in up.message]
+            if not predictions:
                 return
-            pseudo = self.pseudo(task, sent, server.round)  # the set that clients drew from the same seed
-            weighted = torch.stack(sent_up).double().sum(0) + 1e-8 / task.classes
+            pseudo = self.pseudo(task, old_generator, server.round)  # the set that clients drew from the same seed
+            weighted = torch.stack(predictions).double().sum(0) + 1e-8 / task.classes
             targets = (weighted / weighted.sum(1, keepdim=True)).float()
         else:
             pseudo = self.pseudo(task, server.state["generator"], server.round)

@@ -63,9 +63,9 @@ class FedBE(Distilling):
             start.split([*layers, len(start) - trainable])[:-1],
             strict=True,
         )
-        for update, random, place, begun in parts:
+        for update, random, place, first in parts:
             length = update.norm(dim=1, keepdim=True)
             direction = update / length.clamp(min=1e-12)
             deviation = self.spread * direction.std(0, correction=0)
-            place.copy_(begun + length.mean() * (direction.mean(0) + deviation * random))
+            place.copy_(first + length.mean() * (direction.mean(0) + deviation * random))
         return list(drawn.to(models.dtype))

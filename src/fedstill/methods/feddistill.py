@@ -126,6 +126,9 @@ class FedDistill(FedDistillPlus):
     def models(self, server: Server) -> dict[str, Tensor]:
         return {}
 
+    def own_model(self, state: dict[str, Any], kept: dict[str, Any]) -> Tensor | None:
+        return state.get("model")
+
 
 def _without_model(parts: dict[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if name != "model"}

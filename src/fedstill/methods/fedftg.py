@@ -82,21 +82,21 @@ class FedFTG(ServerSide):
             z = torch.randn(self.server_batch, self.z_dim, generator=rng)
             student.eval()  # the generator's steps leave its statistics alone
             for weight, teacher in zip(weights, teachers, strict=True):
-                made = generator.module(z, y)
-                student_logits, taught = logits(student, made), logits(teacher, made)
-                differ = (weight[y].unsqueeze(1) * (student_logits - taught.detach()).abs()).mean()
-                known = (weight[y] * F.cross_entropy(taught, y, reduction="none")).mean()
-                spread = diversity(z, made) / len(teachers)
+                samples = generator.module(z, y)
+                student_logits, teacher_logits = logits(student, samples), logits(teacher, samples)
+                differ = (weight[y].unsqueeze(1) * (student_logits - teacher_logits.detach()).abs()).mean()
+                known = (weight[y] * F.cross_entropy(teacher_logits, y, reduction="none")).mean()
+                spread = diversity(z, samples) / len(teachers)
                 loss = -differ + self.lambda_cls * known + self.lambda_dis * spread
                 descend(loss, generator.params, adam)
             with torch.no_grad():
-                made = generator.module(z, y)
-                soft = torch.stack([logits(teacher, made).softmax(1) for teacher in teachers])
+                samples = generator.module(z, y)
+                soft = torch.stack([logits(teacher, samples).softmax(1) for teacher in teachers])
                 target = (weights[:, y].unsqueeze(2) * soft).sum(0)
             train_student(student, task)
             for _ in range(self.student_steps):
                 sgd.clear()
-                (soft_kl(target, logits(student, made)) / task.classes).backward()  # a mean over classes too
+                (soft_kl(target, logits(student, samples)) / task.classes).backward()  # a mean over classes too
                 sgd.step()
         server.model = flat.read()
         server.state["image generator"] = generator.read()

@@ -74,15 +74,15 @@ class FedGen(ServerSide):
 
         def make(y: Tensor) -> Tensor:
             with torch.no_grad():
-                made: Tensor = module(torch.rand(len(y), self.z_dim, generator=rng), y)
-            return made
+                samples: Tensor = module(torch.rand(len(y), self.z_dim, generator=rng), y)
+            return samples
 
         def term(batch: Batch, out: Outputs) -> Tensor:
             y = torch.randint(0, task.classes, (self.generator_batch,), generator=rng)
             by_label = F.cross_entropy(client.net.head(make(y)), y)
             with torch.no_grad():
-                taught = client.net.head(make(batch.y))
-            by_prediction = kl(taught, out.logits)
+                teacher_logits = client.net.head(make(batch.y))
+            by_prediction = kl(teacher_logits, out.logits)
             return fade * (self.alpha * by_label + self.beta * by_prediction)
 
         return inner + Objective(term=term)
@@ -106,10 +106,10 @@ class FedGen(ServerSide):
         for _ in range(self.generator_steps):
             y = torch.randint(0, task.classes, (self.generator_batch,), generator=rng)
             z = torch.rand(self.generator_batch, self.z_dim, generator=rng)
-            made = generator.module(z, y)
-            loss = diversity(z, made)
+            samples = generator.module(z, y)
+            loss = diversity(z, samples)
             for teacher, weight in zip(teachers, weights, strict=True):
-                each = F.cross_entropy(teacher.head(made), y, reduction="none")
+                each = F.cross_entropy(teacher.head(samples), y, reduction="none")
                 loss = loss + (weight[y] * each).mean()
             descend(loss, generator.params, adam)
         server.state |= {"feature_generator": generator.read(), "generator optimizer": adam.state()}

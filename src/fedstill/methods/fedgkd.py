@@ -64,6 +64,6 @@ class FedGKD(FedAvg):
     def objective(self, client: Client) -> Objective:
         if client.round == 1 or self.gamma == 0:
             return Objective()
-        taught = client.teacher(client.down.get("teacher", client.down["model"]))
+        teacher = client.teacher(client.down.get("teacher", client.down["model"]))
         distance = REGULARISERS[self.regulariser]
-        return Objective(term=lambda batch, out: self.gamma / 2 * distance(taught(batch).logits, out.logits))  # Eq. 4
+        return Objective(term=lambda batch, out: self.gamma / 2 * distance(teacher(batch).logits, out.logits))  # Eq. 4

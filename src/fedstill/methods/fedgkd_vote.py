@@ -75,7 +75,7 @@ class FedGKDVote(FedAvg):
         teachers = [(vote, client.teacher(model)) for vote, model in zip(votes, models, strict=False)]
 
         def term(batch: Batch, out: Outputs) -> Tensor:  # Eq. 5
-            return torch.stack([vote * distance(taught(batch).logits, out.logits) for vote, taught in teachers]).sum()
+            return torch.stack([vote * distance(teacher(batch).logits, out.logits) for vote, teacher in teachers]).sum()
 
         return Objective(term=term)
 

@@ -89,6 +89,9 @@ class FedKF(FedAvg):
             return {"model": server.model}
         return {"OCA": server.state["oca"], "ACA": server.model}
 
+    def own_model(self, state: dict[str, Any], kept: dict[str, Any]) -> Tensor | None:
+        return kept.get("model")
+
     # --- client -------------------------------------------------------------------------------------------------
 
     def objective(self, client: Client) -> Objective:
@@ -97,49 +100,49 @@ class FedKF(FedAvg):
         task = client.task
         teacher = classifier(load_for_evaluation(task, client.down.get("teacher", client.down["model"]), "teacher"))
         generator = self.generator(task)
-        kept = {} if self.reset_generator else client.state
-        net = generator.load(kept["generator"] if "generator" in kept else generator.initial())
+        state = {} if self.reset_generator else client.state
+        net = generator.load(state["generator"] if "generator" in state else generator.initial())
         adam = Adam(net.params, self.beta)
-        adam.restore(kept.get("optimizer", {}))
+        adam.restore(state.get("optimizer", {}))
         noise = client.stream("noise")
         pictures: Tensor  # of this step, with the graph to the generator
-        taught: Outputs  # the outputs of the teacher for them
+        teacher_out: Outputs  # the outputs of the teacher for them
 
-        def generator_step(pictures: Tensor, taught: Outputs) -> None:
-            loss = self.generator_loss(taught)
+        def generator_step(pictures: Tensor, teacher_out: Outputs) -> None:
+            loss = self.generator_loss(teacher_out)
             if self.gen_adversarial:
                 client.net.eval()  # only its own steps may move the student's statistics
-                loss = loss - self.gamma * kl(taught.logits, logits(client.net, pictures))
+                loss = loss - self.gamma * kl(teacher_out.logits, logits(client.net, pictures))
                 client.net.train()
             descend(loss, net.params, adam)
 
         def inputs(batch: Batch) -> Tensor:
-            nonlocal pictures, taught
+            nonlocal pictures, teacher_out
             z = torch.randn(len(batch.y), self.z_dim, generator=noise)
             pictures = generator.inputs(z)
-            taught = outputs(teacher, pictures)
+            teacher_out = outputs(teacher, pictures)
             if self.gen_first:
-                generator_step(pictures, taught)
+                generator_step(pictures, teacher_out)
                 with torch.no_grad():  # the student sees the same noise through the updated generator
                     pictures = generator.inputs(z)
-                    taught = outputs(teacher, pictures)
+                    teacher_out = outputs(teacher, pictures)
             return pictures.detach()
 
         def term(batch: Batch, out: Outputs) -> Tensor:  # Eq. 5, in Eq. 7
             assert out.extra is not None
-            return self.gamma * kl(taught.logits.detach(), out.extra.logits)
+            return self.gamma * kl(teacher_out.logits.detach(), out.extra.logits)
 
         def after(batch: Batch) -> None:
-            generator_step(pictures, taught)
+            generator_step(pictures, teacher_out)
 
         def done() -> None:
             client.state["generator"], client.state["optimizer"] = net.read(), adam.state()
 
         return Objective(term=term, inputs=inputs, after=None if self.gen_first else after, done=done)
 
-    def generator_loss(self, taught: Outputs) -> Tensor:
+    def generator_loss(self, teacher_out: Outputs) -> Tensor:
         """L_IE + lambda1 L_CE + lambda2 L_A, from the outputs of the teacher for generated samples: Eq. 1 to 4."""
-        logits, features = taught.logits, taught.features
+        logits, features = teacher_out.logits, teacher_out.features
         mean = logits.softmax(1).mean(0).clamp(min=1e-12)
         l_ie = (mean * mean.log()).sum()
         if self.ie_normalised:
@@ -158,5 +161,5 @@ class FedKF(FedAvg):
         if "generator" not in state:
             return None
         z = torch.randn(max(2, count), self.z_dim, generator=torch.Generator().manual_seed(task.seed))
-        made: Tensor = self.generator(task).load(state["generator"]).module(z)
-        return made[:count]
+        images: Tensor = self.generator(task).load(state["generator"]).module(z)
+        return images[:count]

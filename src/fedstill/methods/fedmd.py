@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge
@@ -55,8 +55,8 @@ class FedMD(FedAvg):
         assert task.proxy is not None
         shape = (len(task.proxy), task.classes)
         logits = {"logits": Part(shape, "logits of the public samples", defence="any", kind=Kind.LOGITS)}
-        kept = plain if self.average_weights else Wire({}, {})
-        return Wire(kept.down | logits, kept.up | logits)
+        weights = plain if self.average_weights else Wire({}, {})
+        return Wire(weights.down | logits, weights.up | logits)
 
     def start(self, server: Server) -> None:
         server.state["logits"] = torch.zeros(len(public(server.task)), server.task.classes)
@@ -119,6 +119,9 @@ class FedMD(FedAvg):
 
     def models(self, server: Server) -> dict[str, Tensor]:
         return super().models(server) if self.average_weights else {}
+
+    def own_model(self, state: dict[str, Any], kept: dict[str, Any]) -> Tensor | None:
+        return state.get("model")
 
 
 def public(task: Task) -> Samples:

@@ -21,12 +21,14 @@ class Kind(StrEnum):
     OTHER = "other"  # of a method of one's own that does not say
 
 
+COLUMN_STATISTICS = "how many values each column has, their sum and spread, and how often each category occurs"
 MEANING = {
     Kind.WEIGHTS: "the trained network",
-    Kind.CLASS_COUNTS: "how many samples of each class there are, or which classes",
+    Kind.CLASS_COUNTS: "how many samples of each class there are, or which classes; of tests, also how often each was "
+    "predicted, and rightly",
     Kind.LOGITS: "a model's raw outputs, of samples or averaged over a class",
     Kind.PREDICTIONS: "a model's class probabilities, of samples or averaged over a class",
-    Kind.STATISTICS: "means and covariances of features of each class",
+    Kind.STATISTICS: "means and covariances of features of each class; of a table, sums over its columns",
     Kind.GENERATOR: "networks that were trained to make, or to recognise, samples like the site's",
     Kind.GRADIENTS: "gradients, or sums of them",
     Kind.LOSS: "the loss of the sent model on the site's samples",

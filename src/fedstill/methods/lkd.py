@@ -70,14 +70,14 @@ class LKD(Distilling):
         began = time.perf_counter()
         pool = self.pool(server)
         outputs = server.predict_all(teachers, pool.samples)  # once; so is everything that follows from them
-        auc = torch.stack([class_auc(a.logits[pool.checked], pool.samples.y[pool.checked]) for a in outputs])
+        auc = torch.stack([class_auc(a.logits[pool.check], pool.samples.y[pool.check]) for a in outputs])
         beta = among_teachers(auc, self.Tw)
         gap = beta.max(0).values - beta.min(0).values
         distils = self.distils(gap)
         if distils and self.server_epochs:
             start = server.model if self.student_init == "avg" else old
             loss = self.joint_loss(server, pool, outputs, beta, old)
-            self.distil(server, pool.samples.take(pool.taught), loss, epochs=self.server_epochs, start=start)
+            self.distil(server, pool.samples.take(pool.train), loss, epochs=self.server_epochs, start=start)
         server.notes |= {
             "stage": self.stage if distils and self.server_epochs else "average",
             "disagreement": self.disagreement(gap),
@@ -94,7 +94,7 @@ class LKD(Distilling):
 
     def joint_loss(self, server: Server, pool: Split, outputs: Sequence[Outputs], beta: Tensor, old: Tensor) -> Loss:
         """lambda1 sum_r L_r + lambda2 L_upd + lambda3 L_CE (Eq. 9), each a mean over the batch."""
-        logits = torch.stack([a.logits[pool.taught] for a in outputs])  # (R, N, C)
+        logits = torch.stack([a.logits[pool.train] for a in outputs])  # (R, N, C)
         lambda1, lambda2 = self.coefficients(len(outputs))
         by_teachers = SoftTargets.of(logits, by_prediction(beta, logits).to(logits.dtype), self.T)
         by_old = self.from_old(server, pool, old) if self.update else None
@@ -120,18 +120,18 @@ class LKD(Distilling):
 
     def from_old(self, server: Server, pool: Split, old: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
         """beta_old KL(old || student) of each sample; beta_old compares the two anew in every epoch (Eq. 4, 8)."""
-        task, y = server.task, pool.samples.y[pool.checked]
-        checked = pool.samples.take(pool.checked)
+        task, y = server.task, pool.samples.y[pool.check]
+        check_samples = pool.samples.take(pool.check)
         outputs = predict(task, old, pool.samples)
-        own = outputs.logits[pool.taught].unsqueeze(0)
-        old_auc = class_auc(outputs.logits[pool.checked], y)
+        own = outputs.logits[pool.train].unsqueeze(0)
+        old_auc = class_auc(outputs.logits[pool.check], y)
         lesson, seen = SoftTargets.of(own, torch.ones(own.shape[:2], dtype=own.dtype), self.T), 0
         weight = torch.empty(0)
 
         def loss(ids: Tensor, student: Tensor) -> Tensor:
             nonlocal weight, seen
-            if seen % len(pool.taught) == 0:  # a new epoch
-                now = predict(task, task.nets.get("distilled").read(), checked)
+            if seen % len(pool.train) == 0:  # a new epoch
+                now = predict(task, task.nets.get("distilled").read(), check_samples)
                 pair = among_teachers(torch.stack([old_auc, class_auc(now.logits, y)]), self.Tw)
                 weight = by_prediction(pair[:1], own)[0].to(own.dtype)
             seen += len(ids)
@@ -144,7 +144,7 @@ class LKD(Distilling):
         assert server.pool is not None
         rng, even = seeds.torch_rng(server.task.seed, "lkd pool"), self.pool_choice == "balanced"
         split = split_by_use(server.pool, self.server_frac, even, self.labelled_frac, self.val_split, rng)
-        if not len(split.checked) or not len(split.taught):
+        if not len(split.check) or not len(split.train):
             raise SettingError(
                 f"{self.name}: of {len(server.pool)} pool samples none is left to check teachers on or to teach with; "
                 "raise pool, or lower val_split"

@@ -86,6 +86,9 @@ class Modifier(Method):
     def models(self, server: Server) -> dict[str, Tensor]:
         return self.inner.models(server)
 
+    def own_model(self, state: dict[str, Any], kept: dict[str, Any]) -> Tensor | None:
+        return self.inner.own_model(state, kept)
+
     def regional(self) -> Method:
         return replace(self, inner=self.inner.regional())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Gt
@@ -42,7 +42,7 @@ class MOON(FedAvg):
         teachers = [client.teacher(w) for w in (client.down["model"], *previous)]
 
         def term(batch: Batch, out: Outputs) -> Tensor:
-            return self.mu * self.contrast(out.features, [taught(batch).features for taught in teachers])
+            return self.mu * self.contrast(out.features, [teacher(batch).features for teacher in teachers])
 
         return Objective(term=term)
 
@@ -55,3 +55,6 @@ class MOON(FedAvg):
         up = super().uplink(client)
         client.state["previous"] = [up["model"], *client.state.get("previous", [])][: self.buffer]
         return up
+
+    def own_model(self, state: dict[str, Any], kept: dict[str, Any]) -> Tensor | None:
+        return next(iter(state.get("previous", [])), None)

@@ -250,10 +250,10 @@ def make(name: str, settings: dict[str, Any] | None = None) -> Method:
             if isinstance(value, float) and not math.isfinite(value):
                 raise SettingError(f"{key.rstrip('_')} = {value!r}: should be a finite number")
         try:
-            made: Method = TypeAdapter(part).validate_python(given)
+            instance: Method = TypeAdapter(part).validate_python(given)
         except ValidationError as error:
             raise SettingError(explain(error)) from error
-        method = made if method is None else dataclasses.replace(made, inner=method)  # type: ignore[call-arg]
+        method = instance if method is None else dataclasses.replace(instance, inner=method)  # type: ignore[call-arg]
     assert method is not None
     return method
 
@@ -262,14 +262,14 @@ def checked(method: Method) -> Method:
     """A method that was made in Python, its settings checked as those in a file are."""
     settings = {f.name: getattr(method, f.name) for f in dataclasses.fields(method) if f.name != "inner"}
     try:
-        made = TypeAdapter(type(method)).validate_python(settings)
+        instance = TypeAdapter(type(method)).validate_python(settings)
     except PydanticSchemaGenerationError:  # a setting of a type that only its method knows
         return method
     except ValidationError as error:
         raise SettingError(explain(error)) from error
-    if isinstance(made, Modifier) and isinstance(method, Modifier):
-        return dataclasses.replace(made, inner=checked(method.inner))
-    return made
+    if isinstance(instance, Modifier) and isinstance(method, Modifier):
+        return dataclasses.replace(instance, inner=checked(method.inner))
+    return instance
 
 
 def settings_of(method: Method) -> dict[str, Any]:

@@ -39,16 +39,16 @@ class ServerSide(Modifier):
             )
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
-        kept: list[Uplink] = []
+        ensemble: list[Uplink] = []
 
-        def passed_on() -> Iterator[Uplink]:
+        def collect() -> Iterator[Uplink]:
             for up in uplinks:
-                kept.append(up)
+                ensemble.append(up)
                 yield replace(up, samples=1) if self.uniform else up
 
         server.before = server.model
-        super().aggregate(server, passed_on())
-        self.improve(server, kept)
+        super().aggregate(server, collect())
+        self.improve(server, ensemble)
 
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         """What the server does after the average."""

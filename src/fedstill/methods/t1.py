@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
@@ -46,6 +46,9 @@ class T1(Modifier):
         latest = LatestMean.restore(server.store, server.state[_STATE])
         super().aggregate(server, latest.updated(uplinks, server.round, server.sizes))
         server.state[_STATE] = latest.state()
+
+    def own_model(self, state: dict[str, Any], kept: dict[str, Any]) -> Tensor | None:
+        return kept.get("model")
 
     def models(self, server: Server) -> dict[str, Tensor]:
         if _STATE not in server.state:  # between regions: each has a mean of its own

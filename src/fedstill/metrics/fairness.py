@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Fairness:
-    """Accuracies are fractions. `local` has NaN for a client without test samples."""
+    """Accuracies are fractions. `local` has NaN for a client without test samples, as `fm` where only one has some."""
 
     amp: float  # accuracy over all local test sets pooled
     fm: float  # population variance of the local accuracies; smaller is fairer
@@ -37,4 +37,5 @@ def fairness_of_counts(hits: NDArray[np.int64], counts: NDArray[np.int64]) -> Fa
     accuracies = local[counts > 0]
     if not len(accuracies):
         return Fairness(np.nan, np.nan, np.nan, local)
-    return Fairness(float(hits.sum() / counts.sum()), float(accuracies.var()), float(accuracies.min()), local)
+    fm = float(accuracies.var()) if len(accuracies) > 1 else np.nan  # of one client, it would look perfectly fair
+    return Fairness(float(hits.sum() / counts.sum()), fm, float(accuracies.min()), local)

@@ -6,7 +6,7 @@ on its own account are not declared, and found by `value_of`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Required, TypeAlias, TypedDict
 
 # None where it was not measured. Who reads a score that must be there need not ask: hence Any.
@@ -23,6 +23,9 @@ class Scores(TypedDict, total=False):
     wlp: Measured
     local_accuracy: Measured  # of the models as clients trained them, on their own tests
     per_class: list[Measured]
+    # Beyond accuracy: `auroc` on the global test set, `pooled_auroc`, `worst_auroc` and `var_auroc` over the clients.
+    metrics: dict[str, Measured]
+    unmeasured: dict[str, str]  # why a number is missing, or what it leaves out
 
 
 class EpisodeModel(TypedDict):
@@ -85,6 +88,15 @@ class BestAndFinal(TypedDict, total=False):
     best_local_accuracy: Measured
     final_local_accuracy: Measured
     final_per_class: list[Measured] | None
+    metrics: dict[str, Measured]  # `best_…` and `final_…` of those beyond accuracy
+
+
+class Majority(TypedDict):
+    """The largest class of the test samples: what always predicting it would come to."""
+
+    name: str
+    share: float
+    tests: str  # which: "test set", or "clients' tests" where there is no other
 
 
 class Summary(BestAndFinal, total=False):
@@ -95,6 +107,10 @@ class Summary(BestAndFinal, total=False):
     rounds: Required[int]
     final_is_mean_of: int
     best_round: int | None
+    best_round_of: str | None  # the number that it is the best of: accuracy, or AMP where there is no global test set
+    metric_names: list[str]  # the metrics that the settings name
+    unmeasured: dict[str, str]  # of the last evaluation
+    majority: Majority
     bytes_down: int
     bytes_up: int
     dropped: int
@@ -109,15 +125,36 @@ class Summary(BestAndFinal, total=False):
     restored_round: int  # the round whose model is the result, if a callback chose one
 
 
+def headline(records: Sequence[Mapping[str, Any]]) -> str | None:
+    """The number by which rounds are compared: accuracy, or what there is where there is no global test set.
+
+    >>> headline([{"accuracy": None, "amp": 0.5}])
+    'amp'
+    """
+    names = ("accuracy", "amp", "local_accuracy")
+    return next((name for name in names if any(value_of(record, name) is not None for record in records)), None)
+
+
+def curve_metrics(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What curves show unless somebody chooses: how accurate, and how even over the clients."""
+    return [headline(records) or "accuracy", "fm"]
+
+
 def value_of(record: Mapping[str, Any], name: str) -> float | None:
     """A number of a record by a name that is data; dots lead into it, as in `also.without T1.accuracy`.
 
-    >>> value_of({"server": {"loss": 0.5}}, "server.loss")
-    0.5
+    What is not there may be in the table `metrics` beside it.
+
+    >>> value_of({"server": {"loss": 0.5}}, "server.loss"), value_of({"metrics": {"auroc": 0.9}}, "auroc")
+    (0.5, 0.9)
     """
     found: Any = record
-    for part in name.split("."):
+    *path, last = name.split(".")
+    for part in path:
         found = found.get(part) if isinstance(found, Mapping) else None
+    if isinstance(found, Mapping) and last not in found:
+        found = found.get("metrics")
+    found = found.get(last) if isinstance(found, Mapping) else None
     return found if isinstance(found, int | float) and not isinstance(found, bool) else None
 
 

@@ -53,14 +53,16 @@ def paired(
     >>> paired([0.7, 0.8], [0.6, 0.7]).wins
     2
     """
-    from scipy import stats  # costs every start half a second, and only comparisons need it
-
     d = np.asarray(ours, float) - np.asarray(theirs, float)
     low = high = float("nan")
     if interval == "student" and len(d) > 1:
+        from scipy import stats  # costs half a second, and only intervals need it
+
         half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(d) - 1) * d.std(ddof=1) / len(d) ** 0.5)
         low, high = float(d.mean()) - half, float(d.mean()) + half
     elif interval == "bootstrap" and len(d) >= ENOUGH:
+        from scipy import stats
+
         found = stats.bootstrap(
             (d,), np.mean, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", rng=0
         ).confidence_interval

@@ -13,8 +13,15 @@ def norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     return [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
 
 
+def drop_statistics(module: nn.Module) -> None:
+    """Let the BatchNorm layers of a network normalise by the batch for good."""
+    for layer in norms(module):
+        layer.track_running_stats = False
+        layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+
+
 @contextmanager
-def statistics_kept(module: nn.Module) -> Iterator[None]:
+def frozen_statistics(module: nn.Module) -> Iterator[None]:
     """Let a network in training see samples without a trace in the running statistics of its BatchNorm layers."""
     layers = [layer for layer in norms(module) if layer.track_running_stats]
     for layer in layers:

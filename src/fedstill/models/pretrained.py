@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.errors import SettingError
+from fedstill.core.files import home_path
 from fedstill.models.base import Classifier
 from fedstill.models.checks import whole
 from fedstill.models.text import trimmed
@@ -84,13 +85,13 @@ def distilbert(
 
 def has_learnt(pretrained: str) -> bool:
     """Whether there are weights: a folder may have a configuration alone."""
-    folder = Path(pretrained).expanduser()
+    folder = home_path(pretrained)
     return not folder.is_dir() or any(folder.glob("*.safetensors"))
 
 
 def _state(name: str) -> tuple[tuple[str, int, int], ...]:
     """What tells whether the files of a folder are those that were read before."""
-    folder = Path(name).expanduser()
+    folder = home_path(name)
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     return tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
 
@@ -101,7 +102,7 @@ def _loaded(name: str, state: object) -> Any:
     from fedstill.data import download  # late: who builds other networks needs none of what reads data
     from fedstill.data.tokens import HUB_NAME
 
-    library, folder = _library("transformers"), Path(name).expanduser()
+    library, folder = _library("transformers"), home_path(name)
     library.utils.logging.disable_progress_bar()
     if folder.is_dir():
         _refuse_other_formats(folder)
@@ -173,3 +174,16 @@ def _library(name: str) -> Any:
         return __import__(name)
     except ImportError as error:
         raise SettingError(f"it needs the {name} library: pip install 'fedstill[text]'") from error
+
+
+def encoder_config(module: nn.Module) -> str:
+    """The configuration of the pretrained encoder in a network, as JSON: enough to build it again; empty: it has none.
+
+    >>> encoder_config(nn.Linear(2, 2))
+    ''
+    """
+    found = next((layer.encoder for layer in module.modules() if isinstance(layer, Pretrained)), None)
+    if found is None:
+        return ""
+    config: Any = getattr(found, "get_base_model", lambda: found)().config
+    return str(config.to_json_string(use_diff=False))

@@ -14,7 +14,7 @@ from fedstill.models.pretrained import distilbert
 from fedstill.models.resnet import resnet8, resnet8_w64, resnet11, resnet18, resnet50
 from fedstill.models.shufflenet import shufflenetv2
 from fedstill.models.small import cnn, lenet5, mlp
-from fedstill.models.text import bag, transformer
+from fedstill.models.text import bag, lstm, transformer
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ _NETWORKS = {
     "cnn": _Network(cnn, smallest=16),
     "distilbert": _Network(distilbert, smallest=None, text=True),
     "lenet5": _Network(lenet5, smallest=32, exact=32),
+    "lstm": _Network(lstm, smallest=None, text=True),
     "mlp": _Network(mlp, smallest=None),
     "resnet8": _Network(resnet8, smallest=8),
     "resnet8-w64": _Network(resnet8_w64, smallest=8),
@@ -91,6 +92,8 @@ def build(name: str, shape: Sequence[int], classes: int, *, vocabulary: int = 0,
 
 
 def _find(name: str) -> _Network:
+    if name.endswith(".py"):
+        raise SettingError(f"model = {name!r} names a file; name the function in it too: {name}:function")
     if name not in _NETWORKS:
         raise unknown("model", name, _NETWORKS)
     return _NETWORKS[name]
@@ -120,7 +123,8 @@ def _check_shape(name: str, network: _Network, shape: tuple[int, ...], vocabular
         return
     got = "x".join(map(str, shape))
     if len(shape) != 3:
-        raise SettingError(f"model {name!r} needs images of channels x height x width, got samples of {got}")
+        hint = "; mlp takes rows of numbers" if len(shape) == 1 else ""
+        raise SettingError(f"model {name!r} needs images of channels x height x width, got samples of {got}{hint}")
     if network.exact is not None and shape[1:] != (network.exact, network.exact):
         size = network.exact
         raise SettingError(f"model {name!r} needs images of {size}x{size}, got {got}; set image_size={size}")

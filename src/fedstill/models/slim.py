@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fedstill.core.errors import SettingError
 from fedstill.core.kernels import conv2d
 from fedstill.models.base import Classifier
-from fedstill.models.norms import norms, statistics_kept
+from fedstill.models.norms import frozen_statistics, norms
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -69,7 +69,7 @@ def check_sliceable(net: Classifier, x: Tensor, width: float) -> None:
     net.eval()
     for layer in norms(net):
         layer.train()  # a sub-network normalises by the batch
-    with statistics_kept(net):
+    with frozen_statistics(net):
         full = net(x)
         try:
             with slimmed(net, width) as narrow:

@@ -1,4 +1,4 @@
-"""Networks for text, given as rows of token numbers in which 0 is padding: a bag of embeddings, and a Transformer."""
+"""Networks for text, rows of token numbers in which 0 is padding: a bag of embeddings, an LSTM, and a Transformer."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ def trimmed(x: Tensor) -> tuple[Tensor, Tensor]:
     torch.Size([1, 8])
     """
     real = x != 0
+    if torch.compiler.is_exporting():  # a graph has one width
+        return x.long(), real | (torch.arange(x.shape[1]) == 0)
     longest = int((real * torch.arange(1, x.shape[1] + 1)).max()) if len(x) else 1
     width = min(x.shape[1], max(1, -(-longest // BUCKET)) * BUCKET)
     real = real[:, :width]
@@ -50,6 +52,26 @@ class Bag(Classifier):
     def features(self, x: Tensor) -> Tensor:
         tokens, real = trimmed(x)
         return mean_of(self.embedding(tokens), real)
+
+
+class LSTM(Classifier):
+    """Layers of LSTM over the tokens' embeddings; what the last one holds after the last token is classified."""
+
+    def __init__(self, vocabulary: int, classes: int, dim: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.lstm = nn.LSTM(dim, hidden, layers, batch_first=True)
+        self.head = nn.Linear(hidden, classes)
+        self.feature_dim = hidden
+
+    def features(self, x: Tensor) -> Tensor:
+        tokens, real = trimmed(x)
+        states = self.lstm(self.embedding(tokens))[0]
+        last = (real * torch.arange(real.shape[1], device=x.device)).amax(
+            1
+        )  # padding comes after it and changes nothing
+        found: Tensor = states[torch.arange(len(states), device=x.device), last]
+        return found
 
 
 class Layer(nn.Module):
@@ -100,6 +122,14 @@ class Transformer(Classifier):
 def bag(shape: Sequence[int], classes: int, vocabulary: int, *, dim: int = 64) -> Classifier:
     """A bag of embeddings of `dim` numbers a token."""
     return Bag(vocabulary, classes, whole("dim", dim, 1))
+
+
+def lstm(
+    shape: Sequence[int], classes: int, vocabulary: int, *, dim: int = 8, hidden: int = 256, layers: int = 2
+) -> Classifier:
+    """The LSTM that LEAF trains on Shakespeare: embeddings of 8 numbers, two layers of 256 units."""
+    sizes = whole("dim", dim, 1), whole("hidden", hidden, 1), whole("layers", layers, 1)
+    return LSTM(vocabulary, classes, *sizes)
 
 
 def transformer(

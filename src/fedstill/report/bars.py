@@ -33,6 +33,7 @@ def swept_bars(
     panels: Mapping[str, Series], path: style.Target, *, by: str, metric: str, which: str = "final", title: str = ""
 ) -> Figure:
     """Draw such groups in each of several named panels, of the same series."""
+    panels = {panel: _arranged(series, by) for panel, series in panels.items()}
     most = max(len(series) * len(_places(series)) for series in panels.values())
     width = float(np.clip(2.2 + 0.5 * most, 5, WIDEST))
     columns = min(len(panels), int(WIDEST // width))
@@ -53,6 +54,13 @@ def swept_bars(
     figure.legend(handles, names, loc="outside lower left", ncols=listed, frameon=False, fontsize=9, title=note,
                   title_fontsize=8, alignment="left")  # fmt: skip
     return style.save(figure, path)
+
+
+def _arranged(series: Series, by: str) -> Series:
+    """With the order and the labels of the look; along the axis, where that is of methods."""
+    if by == "method":
+        return {name: style.arranged(numbers) for name, numbers in series.items()}
+    return style.arranged(series)
 
 
 def _places(series: Series) -> list[str]:

@@ -17,6 +17,7 @@ from fedstill.report import style
 MOST_CLIENTS = 100
 POINTS_PER_INCH = 72
 FONT = 9  # points, in the legend
+LONGEST = 24  # characters of a client's name
 
 
 class Row(TypedDict):
@@ -55,28 +56,38 @@ def bubbles(federation: Federation, path: str | style.Target, title: str | None 
 def swept_bubbles(federations: Mapping[str, Federation], path: str | style.Target, title: str | None = None) -> Figure:
     """Draw the same clients and classes divided in several named ways, one below the other on the same scale."""
     federation, *_ = federations.values()
-    held = [each.class_counts(MOST_CLIENTS) for each in federations.values()]  # (clients, classes) each
-    clients, classes = held[0].shape
+    tables = [each.class_counts(MOST_CLIENTS) for each in federations.values()]  # (clients, classes) each
+    clients, classes = tables[0].shape
     text = title or f"{federation.dataset.name}: training samples by client and class"
     if federation.clients > clients:
         text += f"\n(the first {clients} of {federation.clients:,} clients)"
 
-    cell = float(np.clip((8 if len(held) == 1 else 6) / max(clients, classes), 0.17, 0.45))  # inches
+    cell = float(np.clip((8 if len(tables) == 1 else 6) / max(clients, classes), 0.17, 0.45))  # inches
     names = federation.dataset.classes
     left = 0.75 + 0.085 * max(map(len, names), default=1)
-    right, below, above = 1.6, 0.65, 0.55 + 0.2 * text.count("\n") + (0.25 if any(federations) else 0)
+    who = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in federation.client_names[:clients]]
+    named = not all(name.isdecimal() for name in who)
+    right, below, above = (
+        1.6,
+        0.65 + (0.07 * max(map(len, who)) if named else 0),
+        0.55 + 0.2 * text.count("\n") + (0.25 if any(federations) else 0),
+    )
     between = 0.6
-    inner_width, inner_height = max(cell * clients, 3.0), max(cell * classes, 2.0)
+    narrowest, lowest = 3.0, 2.0
+    if wanted := style.wanted_width():
+        narrowest = lowest = 0.5
+        cell = min(0.45, max(wanted - left - right, narrowest) / clients)
+    inner_width, inner_height = max(cell * clients, narrowest), max(cell * classes, lowest)
     step = inner_height + between
-    width, height = left + inner_width + right, below + step * len(held) - between + above
+    width, height = left + inner_width + right, below + step * len(tables) - between + above
     figure = style.Picture(figsize=(width, height))
     FigureCanvasAgg(figure)
 
-    most = max(*(int(counts.max(initial=0)) for counts in held), 1)
+    most = max(*(int(counts.max(initial=0)) for counts in tables), 1)
     diameter = 0.95 * POINTS_PER_INCH * min(inner_width / clients, inner_height / classes, 0.45)
     panels = []
-    for i, (name, counts) in enumerate(zip(federations, held, strict=True)):
-        bottom = below + step * (len(held) - 1 - i)
+    for i, (name, counts) in enumerate(zip(federations, tables, strict=True)):
+        bottom = below + step * (len(tables) - 1 - i)
         axes = figure.add_axes((left / width, bottom / height, inner_width / width, inner_height / height))
         panels.append(axes)
         client, label = np.nonzero(counts)
@@ -86,7 +97,8 @@ def swept_bubbles(federations: Mapping[str, Federation], path: str | style.Targe
 
         axes.set_xlim(-0.6, clients - 0.4)
         axes.set_ylim(classes - 0.4, -0.6)
-        axes.set_xticks(np.arange(0, clients, max(1, round(0.3 * clients / inner_width))))
+        every = np.arange(0, clients, max(1, round((0.16 if named else 0.3) * clients / inner_width)))
+        axes.set_xticks(every, [who[k] for k in every], rotation=90 if named else 0)
         axes.set_yticks(np.arange(classes), names, fontsize=8 if cell > 0.2 else 7)
         axes.tick_params(axis="x", labelsize=8)
         axes.grid(color="0.9", linewidth=0.5, zorder=0)

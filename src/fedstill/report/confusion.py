@@ -21,6 +21,7 @@ def confusion(
     classes: Sequence[str] = (),
 ) -> Figure:
     """Draw named matrices of true by predicted classes, each row as shares of its class, in per cent."""
+    matrices = style.arranged(matrices)
     columns = min(COLUMNS, len(matrices))
     lines = -(-len(matrices) // columns)
     named = 0.085 * max(map(len, classes), default=0) if len(classes) <= LABELLED else 0  # inches

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedstill.metrics.records import value_of
-from fedstill.metrics.statistics import spread
 from fedstill.report import style
+from fedstill.report.series import Band, Records, line_of
 
-Records = Sequence[Mapping[str, Any]]
-Band = Literal["std", "range"]
 COLUMNS = 3
 BANDS: dict[str, str] = {"std": "± one standard deviation", "range": "from the smallest to the largest"}
 
@@ -55,7 +51,8 @@ def swept_curves(
     title: str = "",
 ) -> Figure:
     """Draw such groups at each of several named places: a panel for each, or a row of panels, one a metric."""
-    names = list(dict.fromkeys(name for groups in places.values() for name in groups))
+    shown = style.arranged({name: name for groups in places.values() for name in groups})  # by label
+    names = list(shown)
     # Too much to cover curves with.
     legend = len(places) > 1 or len(names) > 4 or max(map(len, names), default=0) > 25
     columns = len(metrics) if len(metrics) > 1 else min(COLUMNS, len(places))
@@ -66,8 +63,9 @@ def swept_curves(
     figure = style.begin(width * columns, height * lines + below, title)
     panels = style.grid(figure, len(places) * len(metrics), columns)
     for panel, ((place, groups), metric) in zip(panels, product(places.items(), metrics), strict=True):
-        for name, records in groups.items():
-            _line(panel, name, records, metric, band, names.index(name))
+        for i, (label, name) in enumerate(shown.items()):
+            if name in groups:
+                _line(panel, label, groups[name], metric, band, i)
         panel.set_title(place, fontsize=10)
         panel.set_xlabel("round")
         panel.set_ylabel(style.label(metric))
@@ -76,7 +74,7 @@ def swept_curves(
         if log:
             panel.set_yscale("log")
             style.logarithmic(panel.yaxis)
-        elif metric.rpartition(".")[2] in style.SHARES:
+        elif style.is_share(metric):
             style.in_per_cent(panel.yaxis)
             panel.set_ylim(bottom=0)
     several = any(len(records) > 1 for groups in places.values() for records in groups.values())
@@ -92,22 +90,10 @@ def swept_curves(
 
 def _line(panel: Axes, name: str, runs: Sequence[Records], metric: str, band: Band, i: int) -> None:
     """The mean over the runs in each round that any of them has, and the band where there are several."""
-    by_round: dict[int, list[float]] = {}
-    for record in (record for records in runs for record in records):
-        if (number := value_of(record, metric)) is not None:
-            by_round.setdefault(record["round"], []).append(number)
-    rounds = sorted(by_round)
-    means = [spread(by_round[r]).mean for r in rounds]
-    drawn = style.line(i)
-    if len(rounds) == 1:
+    found, drawn = line_of(runs, metric, band), style.line(i)
+    if len(found.rounds) == 1:
         drawn = drawn | {"marker": style.marker(i), "markevery": 1}
-        panel.set_xlim(rounds[0] - 1, rounds[0] + 1)
-    panel.plot(rounds, means, label=name, linewidth=1.8, **drawn)
-    if len(runs) < 2 or not rounds:
-        return
-    if band == "std":
-        deviation = np.nan_to_num([spread(by_round[r]).std for r in rounds])
-        low, high = means - deviation, means + deviation
-    else:
-        low, high = (np.array([pick(by_round[r]) for r in rounds]) for pick in (min, max))
-    panel.fill_between(rounds, low, high, color=drawn["color"], alpha=0.18, linewidth=0)
+        panel.set_xlim(found.rounds[0] - 1, found.rounds[0] + 1)
+    panel.plot(found.rounds, found.mean, label=name, linewidth=1.8, **drawn)
+    if len(runs) > 1 and found.rounds:
+        panel.fill_between(found.rounds, found.low, found.high, color=drawn["color"], alpha=0.18, linewidth=0)

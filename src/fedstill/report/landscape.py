@@ -19,6 +19,7 @@ LEVELS = 14
 
 def line(runs: Mapping[str, Floats], steps: Floats, path: style.Target, *, title: str = "") -> Figure:
     """Draw the loss of each run along one direction."""
+    runs = style.arranged(runs)
     figure = style.begin(5.6, 4.0, title)
     panel = figure.subplots()
     for i, (name, losses) in enumerate(runs.items()):
@@ -35,6 +36,7 @@ def line(runs: Mapping[str, Floats], steps: Floats, path: style.Target, *, title
 
 def plane(runs: Mapping[str, Floats], steps: Floats, path: style.Target, *, title: str = "") -> Figure:
     """Draw the loss of each run by its steps along direction 1 and 2, all on the same scale of colours."""
+    runs = style.arranged(runs)
     columns = min(COLUMNS, len(runs))
     lines = -(-len(runs) // columns)
     figure = style.begin(3.6 * columns + 1.0, 3.5 * lines + 0.4, title)

@@ -24,6 +24,7 @@ class RunData:
     summary: Summary | None = None
     clients: Sequence[tuple[int, float]] = ()  # test samples and accuracy of each client that has any
     config: str = ""  # the text of config.toml
+    client_names: Sequence[str] = ()  # of those in `clients`
 
     @property
     def method(self) -> str:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import LogFormatter
 
+from fedstill.core.errors import SettingError
 from fedstill.core.files import write_atomic
+from fedstill.metrics.shown import title
 
 METRICS = {
     "accuracy": "global test accuracy",
@@ -41,6 +47,71 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", "*")  # nine, so that 117 cla
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
 
 Target = Path | IO[bytes]
+T = TypeVar("T")
+_FONT = 10.0  # points: what an axis is labelled in, if nothing else is wanted
+_FLATTEST = 0.75  # height of a figure of a given width, if it would be lower still
+
+
+@dataclass(frozen=True)
+class Look:
+    """How figures are to look in a paper; what is not set is as it suits a screen."""
+
+    width: float | None = None  # inches
+    font_size: float | None = None  # points, of the labels of axes; other texts in proportion
+    order: Sequence[str] = ()  # names that come first
+    labels: Mapping[str, str] = field(default_factory=dict)  # what to write for a name
+
+
+_PLAIN = Look()
+_LOOK: ContextVar[Look] = ContextVar("look", default=_PLAIN)
+
+
+@contextmanager
+def using(look: Look) -> Iterator[None]:
+    """Draw figures with this look meanwhile.
+
+    >>> with using(Look(width=3.5)): begin(7, 6).get_size_inches().tolist()
+    [3.5, 3.0]
+    """
+    before = _LOOK.set(look)
+    try:
+        yield
+    finally:
+        _LOOK.reset(before)
+
+
+def wanted_width() -> float | None:
+    """The width of figures in inches, if one is wanted."""
+    return _LOOK.get().width
+
+
+def arranged(named: Mapping[str, T]) -> dict[str, T]:
+    """What a figure shows by name, in the order and under the labels that are wanted.
+
+    A name is meant by itself, or by its beginning up to a comma or bracket: `fedavg` means `fedavg, alpha 0.1`.
+
+    >>> with using(Look(order=["b"], labels={"a": "A"})): arranged({"a, alpha 1": 1, "b": 2})
+    {'b': 2, 'A, alpha 1': 1}
+    """
+    look = _LOOK.get()
+    for option, names in (("--order", look.order), ("--label", look.labels)):
+        for name in names:
+            if not any(_means(name, each) for each in named):
+                raise SettingError(f"{option} {name}: there is no such name; there are {'; '.join(named)}")
+    places = {each: next((i for i, n in enumerate(look.order) if _means(n, each)), len(look.order)) for each in named}
+    found: dict[str, T] = {}
+    for each in sorted(named, key=lambda name: places[name]):
+        means = [name for name in look.labels if _means(name, each)]
+        longest = max(means, key=len, default="")
+        label = look.labels[longest] + each[len(longest) :] if means else each
+        if label in found:
+            raise SettingError(f"--label: two names would be {label!r}")
+        found[label] = named[each]
+    return found
+
+
+def _means(name: str, full: str) -> bool:
+    return full == name or full.startswith((f"{name}, ", f"{name} (", f"{name} ["))
 
 
 def colour(i: int) -> str:
@@ -61,7 +132,12 @@ def marker(i: int) -> str:
 
 def label(metric: str) -> str:
     """What to write at the axis of a metric."""
-    return METRICS.get(metric, metric.replace("_", " "))
+    return METRICS.get(metric) or title(metric)
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric, of any model, is shown in per cent."""
+    return metric.rpartition(".")[2] in SHARES
 
 
 class Picture(Figure):
@@ -75,6 +151,8 @@ class Picture(Figure):
 
 def begin(width: float, height: float, title: str = "") -> Figure:
     """An empty figure of a size in inches, titled if there is a title; panels make room for each other."""
+    if wanted := wanted_width():
+        width, height = wanted, max(height * wanted / width, min(height, _FLATTEST * wanted))
     figure = Picture(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     if title:
@@ -84,12 +162,13 @@ def begin(width: float, height: float, title: str = "") -> Figure:
 
 def wrapped(text: str, width: float) -> str:
     """Text broken into lines that fit a width in inches at 11 points."""
-    return "\n".join(textwrap.wrap(text, max(20, round(11.5 * width)), break_long_words=False))
+    return "\n".join(textwrap.wrap(text, max(20, round(11.5 * width / _font_scale())), break_long_words=False))
 
 
 def side_by_side(names: Sequence[str], width: float) -> int:
     """How many names of a legend share a line of a width in inches, if lines are of about the same length."""
-    fit = max(1, int(width / (0.7 + 0.085 * max(map(len, names), default=1))))
+    longest = 0.7 + 0.085 * _font_scale() * max(map(len, names), default=1)
+    fit = max(1, int((wanted_width() or width) / longest))
     lines = max(1, -(-len(names) // fit))
     return max(1, -(-len(names) // lines))
 
@@ -120,8 +199,28 @@ def logarithmic(axis: Any) -> None:
     axis.set_minor_formatter(LogFormatter())
 
 
+def _font_scale() -> float:
+    return (_LOOK.get().font_size or _FONT) / _FONT
+
+
+def _scale_fonts(figure: Figure, factor: float) -> None:
+    """Every text by this factor. Labels of ticks are made when they are drawn: their axis is told as well."""
+    ticks = [axis for panel in figure.axes for axis in (panel.xaxis, panel.yaxis)]
+    for axis in ticks:
+        if major := axis.get_majorticklabels():
+            axis.set_tick_params(which="major", labelsize=factor * float(major[0].get_fontsize()))
+        if minor := axis.get_minorticklabels():
+            axis.set_tick_params(which="minor", labelsize=factor * float(minor[0].get_fontsize()))
+    labels = {id(text) for axis in ticks for text in axis.get_ticklabels(which="both")}
+    for text in figure.findobj(Text):
+        if id(text) not in labels:
+            text.set_fontsize(factor * float(text.get_fontsize()))
+
+
 def save(figure: Figure, target: Target) -> Figure:
     """Write a figure to a file, by its ending, or as SVG to a stream. The same figure gives the same bytes."""
+    if _LOOK.get().font_size:
+        _scale_fonts(figure, _font_scale())
     kind = target.suffix.lower().lstrip(".") if isinstance(target, Path) else "svg"
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
     drawn = io.BytesIO()

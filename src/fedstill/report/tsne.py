@@ -9,7 +9,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from fedstill.core.errors import SettingError
 from fedstill.report import style
 
 PERPLEXITY = 30
@@ -19,11 +18,9 @@ LISTED = 40  # classes up to which the legend names them
 
 def embed(features: NDArray[Any], seed: int = 0) -> NDArray[np.float64]:
     """Features (samples, width) in the plane, (samples, 2)."""
-    try:
-        from sklearn.manifold import TSNE
-        from threadpoolctl import threadpool_limits
-    except ImportError as error:
-        raise SettingError("t-SNE needs scikit-learn: pip install 'fedstill[figures]'") from error
+    from sklearn.manifold import TSNE  # a second, which only this figure is worth
+    from threadpoolctl import threadpool_limits
+
     perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
     with threadpool_limits(1):  # its threads wait for one another: many times slower where a core is shared
         found: NDArray[np.float64] = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(features)
@@ -38,6 +35,7 @@ def tsne(
     title: str = "",
 ) -> Figure:
     """Draw the features of each run, given by name as (features, labels), coloured and marked by class."""
+    runs = style.arranged(runs)
     columns = min(COLUMNS, len(runs))
     lines = -(-len(runs) // columns)
     figure = style.begin(3.7 * columns + 1.5, 3.8 * lines + 0.3, title)

@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -16,6 +17,7 @@ from fedstill.building.config import (
     is_object,
     resolve,
 )
+from fedstill.building.given import as_data, as_dataset, as_model
 from fedstill.building.keywords import Keywords
 from fedstill.building.setup import Setup, prepare
 from fedstill.building.task import Network
@@ -23,10 +25,13 @@ from fedstill.core import device as devices
 from fedstill.core.errors import SettingError
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
+from fedstill.data.sources import Glance
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Worker
+from fedstill.inference.description import unwrapped
 from fedstill.methods import registry
 from fedstill.methods.base import Method
+from fedstill.metrics.scores import Function
 from fedstill.running import files
 from fedstill.running.callbacks import Callback
 from fedstill.running.directory import RunDirectory
@@ -43,9 +48,10 @@ log = logging.getLogger(__name__)
 def run(
     method: str | Method | Config = "fedavg",
     *,
-    data: str | Dataset | Federation | None = None,
+    data: Any = None,
     model: str | Network | None = None,
-    proxy: str | Dataset | None = None,
+    proxy: Any = None,
+    metrics: str | Sequence[str | Function] | None = None,
     out: str | Path | None = None,
     force: bool = False,
     callbacks: Sequence[Callback] = (),
@@ -54,16 +60,19 @@ def run(
 ) -> Result:
     """Train a federation.
 
-    `method` is a name, an object, or a `Config` with all settings. `data` and `model` are names or objects of your own
-    (see `fedstill.from_arrays`); without them it is "fashion-mini" and LeNet-5, on text a small Transformer, trained
+    `method` is a name, an object, or a `Config` with all settings. `data` and `model` are names or objects of your own:
+    data a fedstill.Dataset or Federation, (x, y) of arrays, or a dataset of PyTorch's or Hugging Face's. Without them
+    it is "fashion-mini" and LeNet-5, on rows of numbers a multilayer perceptron, on text a small Transformer, trained
     by Adam. `settings` are those of `fedstill settings` and the method's own, which may also stand in `hyper`. Without
-    `out` nothing is kept on disk. `progress` shows how the run goes on; by default it does in a notebook.
+    `out` nothing is kept on disk. `metrics` are names (docs/metrics.md) or functions of your own, which get labels (N,)
+    and class probabilities (N, classes) and return a number, the larger the better. `progress` shows how the run goes
+    on; by default it does in a notebook.
 
     >>> result = run("fedprox", rounds=1, clients=4, epochs=1, mu=0.1, fraction=0.05, engine="inline")
     >>> result.summary["rounds"]
     1
     """
-    objects = {"data": data, "model": model, "proxy": proxy}
+    objects = {"data": data, "model": model, "proxy": proxy, "metrics": metrics}
     config, own = configure(method, objects, dict(settings))
     if in_notebook() if progress is None else progress:
         callbacks = [Progress(), *callbacks]
@@ -84,8 +93,33 @@ def configure(
         for name, value in objects.items():
             if value is None and is_object(str(given.get(name, ""))):
                 raise SettingError(f"{name}: the Config was made with an object, {given[name]}; give it again")
-    own = {name: value for name, value in {"method": method, **objects}.items() if not isinstance(value, str | None)}
-    return _config(method, objects, given), own
+    metrics = _metrics(objects.get("metrics"))
+    checked = {
+        "data": _optional(as_data, objects.get("data")),
+        "model": _optional(as_model, objects.get("model")),
+        "proxy": _optional(partial(as_dataset, what="proxy"), objects.get("proxy")),
+    }
+    if metrics is not None:
+        given = given | {"metrics": [each if isinstance(each, str) else _object_name(each) for each in metrics]}
+    own = {name: value for name, value in {"method": method, **checked}.items() if not isinstance(value, str | None)}
+    own["metrics"] = [each for each in metrics or () if not isinstance(each, str)]
+    # An object is named as it was given: a class of networks by its own name.
+    named = checked | {"model": objects.get("model")}
+    return _config(method, named, given), own
+
+
+def _optional(check: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else check(value)
+
+
+def _metrics(given: Any) -> Sequence[str | Function] | None:
+    """Names and functions, as a list."""
+    metrics = given.split(",") if isinstance(given, str) else given
+    if metrics is None:
+        return None
+    if not isinstance(metrics, Sequence) or not all(isinstance(metric, str) or callable(metric) for metric in metrics):
+        raise SettingError(f"metrics = {metrics!r}: a list of names or functions is needed, such as ['auroc']")
+    return metrics
 
 
 def run_config(
@@ -111,9 +145,10 @@ def resume(
     path: str | Path,
     *,
     method: Method | None = None,
-    data: Dataset | Federation | None = None,
+    data: Any = None,
     model: Network | None = None,
-    proxy: Dataset | None = None,
+    proxy: Any = None,
+    metrics: Sequence[Function] = (),
     rounds: int | None = None,
     device: str | None = None,
     callbacks: Sequence[Callback] = (),
@@ -123,17 +158,26 @@ def resume(
 
     Objects must be given again, and callbacks, which go on from their own state.
     """
+    given: dict[str, Any] = {
+        "method": method,
+        "data": None if data is None else as_data(data),
+        "model": None if model is None else as_model(model),
+        "proxy": None if proxy is None else as_dataset(proxy, "proxy"),
+    }
+    for name, value in given.items():
+        if isinstance(value, str):
+            raise SettingError(f"{name} = {value!r}: the run knows by itself what it was given by name; leave it out")
     if in_notebook() if progress is None else progress:
         callbacks = [Progress(), *callbacks]
     directory = RunDirectory.open(Path(path))
     try:
         if directory.served:
             raise SettingError(f"{path} is a run of sites elsewhere; 'fedstill serve' with the same --out continues it")
-        config = _continued(directory, rounds, {"method": method, "data": data, "model": model, "proxy": proxy})
+        config = _continued(directory, rounds, given)
         if device is not None:
             config = config.model_copy(update={"device": device})
         check_engine(config)
-        setup = prepare_again(directory, config, data=data, model=model, method=method, proxy=proxy)
+        setup = prepare_again(directory, config, metrics=metrics, **given)
         if rounds is not None or device is not None:
             directory.write_config(config)  # now that it is known to work
     except BaseException:
@@ -161,17 +205,30 @@ def run_in_directory(
     callbacks: Sequence[Callback] = (),
     engine: Callable[[Worker], Engine] | None = None,
     loop_class: type[RoundLoop] = RoundLoop,
+    at_end: Callable[[RoundLoop], None] | None = None,
 ) -> Result:
-    """Carry out what is left to do in a run directory, on another engine than the settings name if one is given."""
+    """Carry out what is left to do in a run directory, on another engine than the settings name if one is given.
+
+    `at_end` is called once the results are written.
+    """
     try:
         with logging_to(directory.path / files.LOG), devices.on(devices.find(setup.config.device)):
             for warning in setup.warnings:
                 log.info("%s", warning)
             loop = loop_class(setup, directory, callbacks, engine)
             summary = loop.run()
-            return Result(summary, loop.records, loop.trained(), directory.path, setup.config, loop.client_columns)
+            if at_end:
+                at_end(loop)
+            predictor = loop.predictor()
+            model = unwrapped(predictor.module.network) if predictor else loop.trained()
+            return Result(summary, loop.records, model, directory.path, setup.config, loop.client_columns, predictor)
     finally:
         directory.release()
+
+
+def _object_name(value: object) -> str:
+    """What stands for an object in the settings."""
+    return f"<{getattr(value, '__name__', type(value).__name__)}>"
 
 
 def _config(method: str | Method, objects: Mapping[str, object], settings: dict[str, Any]) -> Config:
@@ -182,13 +239,13 @@ def _config(method: str | Method, objects: Mapping[str, object], settings: dict[
             raise SettingError(f"{settled[0]} cannot be set: the data are a Federation, divided already")
         settings = settings | {"clients": data.clients, "partition": "natural"}
     dataset = data.dataset if isinstance(data, Federation) else data
-    text = isinstance(dataset, Dataset) and dataset.vocabulary > 0
+    about = Glance.of(dataset) if isinstance(dataset, Dataset) else None
     named: dict[str, object] = {"method": method} | {name: v for name, v in objects.items() if v is not None}
     for name, value in named.items():
         if not isinstance(value, str):
-            named[name] = f"<{getattr(value, '__name__', type(value).__name__)}>"
+            named[name] = _object_name(value)
     if isinstance(method, Method):
         given = settings | named | {"hyper": registry.settings_of(method)}
         regions = registry.default_regions(method.parts())
-        return resolve(given, custom_method=True, text=text, default_regions=regions)
-    return resolve(settings | named, text=text)
+        return resolve(given, custom_method=True, data=about, default_regions=regions)
+    return resolve(settings | named, data=about)

@@ -46,5 +46,5 @@ def let_through(method: Method, server: Server, uplinks: list[Uplink]) -> Tensor
     trial = copy.copy(server)
     while isinstance(method, Robust):
         trial.state, trial.notes = dict(server.state), {}
-        uplinks, method = method.defended(trial, uplinks), method.inner
+        uplinks, method = method.defend(trial, uplinks), method.inner
     return weighted_mean((up["model"], up.samples) for up in uplinks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
@@ -30,12 +29,11 @@ from fedstill.core.index import Entries, Entry, Index, newest
 from fedstill.core.store import Store
 from fedstill.core.tree import Tree
 from fedstill.metrics.records import RoundRecord
-from fedstill.running import files
+from fedstill.running import files, lock
 
 log = logging.getLogger(__name__)
 
-_KEPT = 2
-_LOCK = f"{files.CHECKPOINTS}/lock"
+_KEEP_CHECKPOINTS = 2
 _STANDS_ON = "stands on"  # in a checkpoint: the digests of what else is needed to go on from it
 _SEAL = "# sha256 of the lines above: "  # the last line of config.toml
 _UNCHECKED = "unchecked"
@@ -51,7 +49,7 @@ class RunDirectory:
         self.checkpoints = path / files.CHECKPOINTS
         self.client_store = Store(self.checkpoints / "clients", durable=False)
         self.server_store = Store(self.checkpoints / "server", durable=False)
-        self.keep = _KEPT  # how many checkpoints, the newest ones
+        self.keep = _KEEP_CHECKPOINTS  # how many checkpoints, the newest ones
         self.pinned: Callable[[int], bool] = lambda round_: False  # whether an older one is kept too
         self._regional: dict[int, Store] = {}
         self.index = Index(self.checkpoints / "index")
@@ -102,8 +100,13 @@ class RunDirectory:
 
     @property
     def served(self) -> bool:
-        """Whether its clients are elsewhere."""
-        return (self.path / files.SERVED).exists()
+        """Whether its clients are elsewhere; also if one of the files that say so is lost."""
+        return any((self.path / name).exists() for name in (files.SERVED, files.COUNTS, files.RECEIVED))
+
+    def served_run(self) -> dict[str, Any]:
+        """What run.json holds: the number of a served run, its sites and rollbacks; nothing if there is none."""
+        path = self.path / files.SERVED
+        return read_sealed_json(path, earlier=not self.client_store.run) if path.exists() else {}
 
     def write_config(self, config: Config) -> None:
         """Set the settings of a run, or change those of one that goes on."""
@@ -159,6 +162,8 @@ class RunDirectory:
         self.settle()  # one at a time, so that no more than one waits in memory
         self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
         stands_on = {"metrics": self._metrics.mark(), "files": self._file_digests()}
+        if number := self.served_run().get("number"):
+            stands_on["number"] = number
         saved, self._saved = self._saved, []
         self._writing = self._writer.submit(
             self._write_checkpoint, round_, tree.copied(state) | {_STANDS_ON: stands_on}, list(active), saved
@@ -188,10 +193,10 @@ class RunDirectory:
         else:  # a run that an earlier version began
             write_atomic(path, tree.encode({name: part for name, part in state.items() if name != _STANDS_ON}))
         rounds = self.checkpoint_rounds()
-        kept = [r for r in rounds if r in rounds[-self.keep :] or self.pinned(r)]
+        rounds_to_keep = [r for r in rounds if r in rounds[-self.keep :] or self.pinned(r)]
         for store in self._stores().values():
-            store.prune(active, needed=kept[0])
-        for old in set(rounds) - set(kept):
+            store.prune(active, needed=rounds_to_keep[0])
+        for old in set(rounds) - set(rounds_to_keep):
             self._checkpoint_path(old).unlink()
 
     def _file_digests(self) -> dict[str, str]:
@@ -256,6 +261,9 @@ class RunDirectory:
             stands_on = state.pop(_STANDS_ON)
             for name, expected in stands_on["files"].items():
                 check_file(self.path / name, expected)
+            if stands_on.get("number", "") not in ("", self.served_run().get("number")):
+                found = "of another run" if (self.path / files.SERVED).exists() else "missing"
+                raise DataError(f"{self.path / files.SERVED} is {found}, and sites know this run by its number")
             self._metrics.check(stands_on["metrics"])
             self._check_states(self.index.check(stands_on["index"]), round_, everything=everything)
         return state
@@ -275,6 +283,11 @@ class RunDirectory:
                 client, written = int(entry["number"]), int(entry["round"])
                 if store.check(client, written)[1] != entry["sha256"].tobytes().hex():
                     raise DataError(f"{store.path(client, written)} is not of this run")
+
+    def client_states(self, client: int) -> tuple[Tree, Tree]:
+        """What a client keeps for itself, and what the servers keep for it; empty if they keep nothing."""
+        kept = (store.latest(client) for kind, store in self._stores().items() if kind != _CLIENTS)
+        return self.client_store.latest(client) or {}, next(filter(None, kept), {})
 
     def server_state(self) -> Tree:
         """What the method kept on the server at the newest checkpoint; empty if there is none. Changes nothing."""
@@ -315,6 +328,8 @@ class RunDirectory:
         best = self.path / files.BEST
         if best.exists() and tree.metadata(best).get("round", "") not in map(str, range(round_ + 1)):
             best.unlink()
+        for file in self.path.glob(files.FURTHER_MODELS):
+            file.unlink()
         later = [path for saved, path in self.saved_models().items() if saved > round_]
         later += [path for episode, path in self.saved_episodes().items() if episode * rounds_per_episode > round_]
         for path in later:
@@ -400,22 +415,14 @@ class RunDirectory:
     def _take_lock(self) -> None:
         """Hold the directory until this process ends, however it ends."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(lock)
-            raise FedstillError(f"{self.path} is in use by another process") from error
-        except OSError as error:  # some network file systems have no locks
-            log.warning("%s is not protected against a second process: %s", self.path, error)
-        self._lock = lock
+        self._lock = lock.take(self.path)
 
     def _clear(self) -> None:
         """Delete what an earlier run wrote, and nothing else."""
         for name in files.REPLACED:
             (self.path / name).unlink(missing_ok=True)
-        kept = (*self.saved_episodes().values(), *self.saved_models().values())
-        for file in (*self.checkpoints.glob("round-*"), *kept, *(self.path / files.TENSORBOARD).glob("events.out.*")):
+        saved = (*self.saved_episodes().values(), *self.saved_models().values(), *self.path.glob(files.FURTHER_MODELS))
+        for file in (*self.checkpoints.glob("round-*"), *saved, *(self.path / files.TENSORBOARD).glob("events.out.*")):
             file.unlink()
         self.index.path.unlink(missing_ok=True)
         for store in self._stores().values():
@@ -490,12 +497,12 @@ def _is_free(path: Path) -> bool:
     """Whether a run may begin here: there is no file yet, but perhaps the lock of one that could not."""
     if not path.is_dir():
         return not path.exists()
-    return not any(p.is_file() and p != path / _LOCK for p in path.rglob("*"))
+    return not any(p.is_file() and p != path / lock.LOCK for p in path.rglob("*"))
 
 
 def _was_run(path: Path) -> bool:
     """Whether a run wrote to this folder; a config.toml alone may be the user's own."""
-    return any((path / name).is_file() for name in (files.METRICS, _LOCK))
+    return any((path / name).is_file() for name in (files.METRICS, lock.LOCK))
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstill.core.arrays import IntArray
 from fedstill.data.federation import Federation
-from fedstill.data.partition import IntArray
-from fedstill.engine.base import Engine
+from fedstill.engine.base import Engine, LocalTest
 from fedstill.engine.worker import Score, Source
+from fedstill.metrics import scores
+from fedstill.metrics.confusion import confusion_matrix
 from fedstill.metrics.fairness import Fairness, fairness, fairness_of_counts
 from fedstill.metrics.records import Scores
+from fedstill.metrics.scores import Metric, Outcomes, Table
+from fedstill.train.evaluate import evaluation_bounds
 
-_SCORED_AT_ONCE = 1000
-_NOTHING = {
-    "loss": torch.zeros(0),
-    "predicted": torch.zeros(0, dtype=torch.int64),
-    "right": torch.zeros(0, dtype=torch.int8),
-}
+_NOTHING = {"loss": torch.zeros(0), "predicted": torch.zeros(0, dtype=torch.int64)}
 
 
 @dataclass(frozen=True)
@@ -34,44 +34,70 @@ class Evaluation:
     per_class: list[float]
     confusion: IntArray  # true classes by predicted ones, on the global test set
     fair: Fairness
+    metrics: Table  # beyond accuracy
     untested: tuple[int, ...] = ()  # clients with tests of whom nothing was heard
 
     def record(self) -> Scores:
         """The scores as a round's record has them."""
         fair = self.fair
-        return {
+        record: Scores = {
             "accuracy": self.accuracy,
             "loss": self.loss,
             "amp": fair.amp,
             "fm": fair.fm,
             "wlp": fair.wlp,
             "per_class": list(self.per_class),
+            "metrics": dict(self.metrics.values),
+        }
+        if reasons := self._missing() | self.metrics.reasons:
+            record["unmeasured"] = reasons
+        return record
+
+    def _missing(self) -> dict[str, str]:
+        """Why numbers are missing that every record has a place for."""
+        tested = int((~np.isnan(self.fair.local)).sum())
+        return {
+            **({} if self.confusion.any() else {"accuracy": "there is no global test set"}),
+            **({} if tested else {"amp": "no client has test samples"}),
+            **({"fm": "only one client has test samples"} if tested == 1 else {}),
         }
 
 
-def evaluate(engine: Engine, federation: Federation, model: Tensor) -> Evaluation:
-    """Score a model on all test data there are."""
-    test = federation.dataset.test
-    scores = _score(engine, model, "test", len(test.y))
-    loss, predicted = scores["loss"].numpy(), scores["predicted"].numpy()
-    confusion = confusion_matrix(test.y.numpy(), predicted, len(federation.dataset.classes))
+def evaluate(
+    engine: Engine, federation: Federation, model: Tensor, metrics: Sequence[Metric] = (), named: Sequence[str] = ()
+) -> Evaluation:
+    """Score a model on all test data there are.
+
+    `metrics` are functions of probabilities; `named` are all that the settings name, of which clients elsewhere may
+    send counts.
+    """
+    test, classes = federation.dataset.test, len(federation.dataset.classes)
+    loss, on_test = _outcomes(engine, model, "test", test.y.numpy(), metrics, classes)
+    predicted = on_test.predicted
+    confusion = confusion_matrix(on_test.labels, predicted, classes)
+    table = scores.on_one_set(on_test, classes, metrics)
     hits, counts = confusion.diagonal().tolist(), confusion.sum(1).tolist()
     # Where clients are tested on samples of the global test set, that was done; BatchNorm by the batch has seen them in
     # the batches of that set.
     untested: tuple[int, ...] = ()
     if federation.test_source == "test":
-        fair = fairness((predicted == test.y.numpy())[federation.test_index], federation.test_offsets)
-    elif (found := engine.local_hits({"model": model})) is not None:
-        fair, untested = _fair_to_those_heard(found, federation.test_sizes)
+        own: Outcomes | None = on_test.take(federation.test_index)
+    elif (found := engine.local_tests({"model": model})) is not None:
+        own, (fair, untested) = None, _fairness_of_those_tested(found, federation.test_sizes)
+        table |= _metrics_of_those_tested(found, named)
     else:
-        right = _score(engine, model, "local", int(federation.test_offsets[-1]))["right"].numpy()
-        fair = fairness(right > 0, federation.test_offsets)
+        labels = federation.test_split.y.numpy()[federation.test_index]
+        _, own = _outcomes(engine, model, "local", labels, metrics, classes)
+    if own is not None:
+        fair = fairness(own.predicted == own.labels, federation.test_offsets)
+        table |= scores.over_clients(own, federation.test_offsets, classes, metrics)
     return Evaluation(
         accuracy=_share(sum(hits), sum(counts)),
         loss=float(loss.mean(dtype=np.float64)) if len(loss) else math.nan,
         per_class=[_share(h, n) for h, n in zip(hits, counts, strict=True)],
         confusion=confusion,
         fair=fair,
+        metrics=table,
         untested=untested,
     )
 
@@ -84,29 +110,45 @@ def tested(engine: Engine, federation: Federation, model: Tensor) -> tuple[float
     return _share(int(confusion.trace()), int(confusion.sum())), confusion
 
 
-def _fair_to_those_heard(hits: dict[int, int], counts: IntArray) -> tuple[Fairness, tuple[int, ...]]:
+def _fairness_of_those_tested(tests: dict[int, LocalTest], counts: IntArray) -> tuple[Fairness, tuple[int, ...]]:
     """Fairness to the clients that answered, and which did not."""
-    untested = tuple(k for k in np.flatnonzero(counts).tolist() if k not in hits)
+    untested = tuple(k for k in np.flatnonzero(counts).tolist() if k not in tests)
     heard = counts.copy()
     heard[list(untested)] = 0
-    return fairness_of_counts(np.array([hits.get(k, 0) for k in range(len(counts))], np.int64), heard), untested
+    hits = [tests[k].hits if k in tests else 0 for k in range(len(counts))]
+    return fairness_of_counts(np.array(hits, np.int64), heard), untested
 
 
-def _score(engine: Engine, model: Tensor, source: Source, n: int) -> dict[str, Tensor]:
+def _metrics_of_those_tested(tests: dict[int, LocalTest], named: Sequence[str]) -> Table:
+    """The metrics over the clients that sent counts by class; what probabilities would be needed for is missing."""
+    counts = {k: test.by_class for k, test in tests.items() if test.by_class is not None}
+    table = scores.over_sites(counts, named)
+    for name in named:
+        if name not in scores.COUNTED:
+            table.reasons[f"pooled_{scores.short_name(name)}"] = "sites send counts, never probabilities"
+        elif len(counts) < len(tests):
+            table.reasons[f"pooled_{name}"] = (
+                f"{len(tests) - len(counts)} of {len(tests)} sites send no counts by class (join --allow class-counts)"
+            )
+    return table
+
+
+def _outcomes(
+    engine: Engine, model: Tensor, source: Source, labels: IntArray, metrics: Sequence[Metric], classes: int
+) -> tuple[NDArray[np.float32], Outcomes]:
+    """The loss of each sample of a source, and what the model makes of it."""
+    found = _score(engine, model, source, len(labels), probabilities=bool(metrics))
+    likely = None
+    if metrics:
+        likely = found["probabilities"].double().numpy() if len(labels) else np.zeros((0, classes))
+    return found["loss"].numpy(), Outcomes(labels, found["predicted"].numpy(), likely)
+
+
+def _score(engine: Engine, model: Tensor, source: Source, n: int, *, probabilities: bool = False) -> dict[str, Tensor]:
     """What is known of every sample of a source."""
-    bounds = np.linspace(0, n, -(-n // _SCORED_AT_ONCE) + 1).astype(int).tolist()
-    requests = [Score(source, start, stop) for start, stop in pairwise(bounds)]
+    requests = [Score(source, start, stop, probabilities) for start, stop in evaluation_bounds(n)]
     answers = list(engine.run(requests, {"model": model})) or [_NOTHING]
     return {key: torch.cat([answer[key].cpu() for answer in answers]) for key in answers[0]}
-
-
-def confusion_matrix(labels: IntArray, predicted: IntArray, classes: int) -> IntArray:
-    """How often samples of each class (rows) were taken for each class (columns).
-
-    >>> confusion_matrix(np.array([0, 0, 1]), np.array([0, 1, 1]), 2).tolist()
-    [[1, 1], [0, 1]]
-    """
-    return np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
 
 
 def _share(part: int, whole: int) -> float:

@@ -5,8 +5,11 @@ metrics.jsonl       one JSON object a round
 summary.json        best and final numbers, cost, versions; there when the run is finished
 digests.json        the digests of the results, written last; `fedstill verify` checks them and everything else
 clients.csv         each client's samples and its accuracy under the final model
-model.safetensors   the final model as named tensors
+model.safetensors   the final model as named tensors, and in its header what model.json says
+model-….safetensors the further models that the method evaluates, such as that without T1
+model.json          what a prediction needs beside the weights: preprocessing, classes, network; for `fedstill.load`
 tokenizer.json      what made tokens of text, where the data are text
+preprocessing.json  what each column of a table is, and what it is standardised by, where the data are a table
 frozen.txt          the digest of weights that are not trained, where there are some
 code.json           the digests of files of the user's own that the settings name
 best.safetensors    the model of the best round, if a callback was to keep it
@@ -20,9 +23,15 @@ run.json            the run's number and its sites, if its clients are elsewhere
 counts.json         the numbers of samples that each of them reported when it joined
 received.jsonl      what each of them sent, and its digest
 log.txt             what happened when
+
+A folder of several runs, as `fedstill compare` makes, also has:
+
+comparison.json     every number of the comparison, its runs in the order of its tables
 """
 
 from __future__ import annotations
+
+import re
 
 from fedstill.core import trust
 
@@ -32,7 +41,10 @@ SUMMARY = "summary.json"
 DIGESTS = "digests.json"
 CLIENTS = "clients.csv"
 MODEL = "model.safetensors"
+FURTHER_MODELS = "model-*.safetensors"
+DESCRIPTION = "model.json"
 TOKENIZER = "tokenizer.json"
+PREPROCESSING = "preprocessing.json"
 FROZEN = "frozen.txt"
 BEST = "best.safetensors"
 ROUNDS = "rounds.csv"
@@ -45,9 +57,10 @@ SERVED = "run.json"
 COUNTS = "counts.json"
 RECEIVED = "received.jsonl"
 LOG = "log.txt"
+COMPARISON = "comparison.json"  # beside run directories
 
-INPUTS = (TOKENIZER, FROZEN)  # written before the first round
-RESULTS = (SUMMARY, CLIENTS, MODEL, CURVES)  # written at the end
+INPUTS = (TOKENIZER, PREPROCESSING, FROZEN)  # written before the first round
+RESULTS = (SUMMARY, CLIENTS, MODEL, DESCRIPTION, CURVES)  # written at the end
 REPLACED = (
     DIGESTS,
     METRICS,
@@ -55,7 +68,17 @@ REPLACED = (
     ROUNDS,
     *RESULTS,
     TOKENIZER,
+    PREPROCESSING,
     LOG,
     trust.CODE,
     RECEIVED,
 )  # by a new run in the same place
+
+
+def further_model(name: str) -> str:
+    """The file of a model that is not the first of its method's.
+
+    >>> further_model("without T1")
+    'model-without-t1.safetensors'
+    """
+    return f"model-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.safetensors"

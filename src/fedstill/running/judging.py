@@ -68,7 +68,7 @@ class Judge:
         return self._ratio * middle or math.inf  # where most did not move at all, nothing can be compared
 
 
-class Held:
+class AnswerBuffer:
     """Answers that wait until all of a round are there, few of them in memory."""
 
     def __init__(self) -> None:

@@ -18,21 +18,21 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from fedstill.building.config import anchored, fixed
-from fedstill.building.setup import Setup
+from fedstill.building.setup import Setup, majority
 from fedstill.building.topology import Region, cohort_size, draw_cohort, with_data
 from fedstill.core import device, seeds, tree
+from fedstill.core.arrays import IntArray
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import Message, first_not_finite, nbytes
-from fedstill.data.partition import IntArray
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import FinalExchange, Train, Worker
+from fedstill.inference.description import ModelDescription, describe, model_bytes, unwrapped
+from fedstill.inference.predictor import Predictor
 from fedstill.methods.base import Server, misfit
 from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Summary, value_of
-from fedstill.models.base import Wrapped
 from fedstill.running import files
 from fedstill.running.callbacks import Callback, Callbacks, RunView
 from fedstill.running.colluding import colluding
@@ -43,6 +43,7 @@ from fedstill.running.machine import make_engine, one_thread, server_threads
 from fedstill.running.records import NOT_EVALUATED, QUALITY, Tally, of_own_models, summarise, versions
 from fedstill.running.retries import Retries
 from fedstill.running.uplinks import Checked, RoundFailed, fewest_answers
+from fedstill.train.task import classifier
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class RoundLoop:
         self.setup, self.directory = setup, directory
         directory.keep = setup.config.keep_checkpoints
         self._make_engine = engine or partial(make_engine, setup.config)
-        view = RunView(setup, directory.path, lambda: self.records, self.model, self.trained)
+        view = RunView(setup, directory.path, lambda: self.records, self.model, self._network)
         self.callbacks = Callbacks(callbacks, view)
         hierarchy = setup.hierarchy
         only = hierarchy.regions[0] if hierarchy.flat else None
@@ -89,6 +90,7 @@ class RoundLoop:
         self._active_since_checkpoint: set[int] = set()
         self.update_norms: dict[str, History] = {}  # of what clients elsewhere sent, by region
         self.client_columns: dict[str, NDArray[Any]] = {}  # as in clients.csv, once the run has ended
+        self.client_states: dict[str, int] = {}  # the round whose state each of them has; to notice that it is lost
         self._last: dict[str, int] = {}  # what crossed after the last round
         self._stop = ""  # the callback that wants the run to end
         self._chosen: Tensor | None = None  # the result, if a callback chose another than the last model
@@ -101,10 +103,10 @@ class RoundLoop:
             for region in self.setup.hierarchy.regions:
                 region.method.start(self.regional[region.number])
             return
-        self.server.round, kept = restored
-        refuse_changes(kept.get("settings", {}), self._settings)
-        self.load_state(kept)
-        self.callbacks.load_state(kept.get("callbacks", {}))
+        self.server.round, state = restored
+        refuse_changes(state.get("settings", {}), self._settings)
+        self.load_state(state)
+        self.callbacks.load_state(state.get("callbacks", {}))
         self.records = self.directory.records()
 
     def _regional_servers(self) -> dict[int, Server]:
@@ -166,9 +168,11 @@ class RoundLoop:
             if run.chosen:
                 self._chosen, evaluation = run.chosen[1], None
             if evaluation is None and self.setup.method.global_model:
-                evaluation = evaluate(engine, self.setup.federation, self.model())
+                evaluation = self._evaluate(engine, self.model())
         summary = summarise(config, self.records, self._last)
         summary |= {"parameters": setup.task.size, "versions": versions()}
+        if (largest := majority(setup.federation)) is not None:
+            summary["majority"] = largest
         if self.setup.method.has_final_exchange and evaluation is not None:
             last = {f"final_{name}": value for name, value in without_nan(evaluation.record()).items()}
             summary["also"] = {"after the last exchange": cast(BestAndFinal, last), **summary.get("also", {})}
@@ -204,7 +208,8 @@ class RoundLoop:
         self.directory.append(record)
         if config.save_models and round_ % config.save_models == 0 and self.setup.method.global_model:
             # Before the checkpoint: a run that is resumed from it has no gap here.
-            self.directory.save_model(round_, save_tensors(self.trained_state_dict()))
+            name, model = next(iter(self.models().items()))
+            self.directory.save_model(round_, self._model_bytes(self.describe([name]), name, model))
         if last or round_ % config.checkpoint_every == 0:
             self.checkpoint()
 
@@ -212,7 +217,7 @@ class RoundLoop:
         """Evaluate a round that became the last when it was done."""
         if not self.setup.method.global_model:
             return None
-        evaluation = evaluate(engine, self.setup.federation, self.model())
+        evaluation = self._evaluate(engine, self.model())
         record |= cast(RoundRecord, without_nan(evaluation.record()) | {"evaluated": True})
         self.callbacks.tell("on_evaluation_end", evaluation.record())
         return evaluation
@@ -236,14 +241,14 @@ class RoundLoop:
         if episode:
             self.callbacks.tell("on_aggregation_end", episode)
         trained = time.perf_counter()
-        models = self._models() if due else {}
-        evaluations = {name: evaluate(engine, self.setup.federation, model) for name, model in models.items()}
+        models = self.models() if due else {}
+        evaluations = {name: self._evaluate(engine, model) for name, model in models.items()}
         main = next(iter(evaluations.values()), None)
         record: RoundRecord = {"round": round_, "evaluated": due}
         record |= cast(RoundRecord, NOT_EVALUATED)
         if due:
             record["local_accuracy"] = tally.mean("local_accuracy")
-            record |= cast(RoundRecord, main.record() if main else of_own_models(tally))
+            record |= cast(RoundRecord, main.record() if main else of_own_models(tally, config.metrics))
             self.callbacks.tell("on_evaluation_end", {name: value_of(record, name) for name in QUALITY})
         record |= {
             "train_loss": tally.mean("train_loss"),
@@ -272,6 +277,9 @@ class RoundLoop:
         if main and main.untested:
             record["untested"] = self._names(main.untested)
         return without_nan(record), main
+
+    def _evaluate(self, engine: Engine, model: Tensor) -> Evaluation:
+        return evaluate(engine, self.setup.federation, model, self.setup.metrics, self.setup.config.metrics)
 
     def _names(self, clients: Iterable[int]) -> list[str]:
         names = self.setup.federation.client_names
@@ -383,19 +391,24 @@ class RoundLoop:
             raise FedstillError(f"what the server is about to send is not what {method.name} declares: {problem}")
         uplinks = Checked(
             cohort,
-            engine.run([Train(k, round_, measure, region.number) for k in cohort], down),
+            engine.run([Train(k, round_, measure, region.number, self._state_of(k)) for k in cohort], down),
             wire.up,
             least=fewest_answers(config, method) if engine.remote else config.min_clients,
             tick=self.client_done,
+            names=self.setup.federation.names,
             judge=self.judge(engine, down, str(region.number)),
         )
         with self._stream("server layers", region.number):
             # Nothing has run yet: the clients train while `aggregate` pulls their updates out of the engine's iterator.
             received, attack = iter(uplinks), self.setup.attack
             method.aggregate(server, colluding(attack, method, server, received) if attack.colludes else received)
+        self.client_states |= {str(k): uplinks.states[k] for k in uplinks.good if k in uplinks.states}
         tally.add(uplinks, nbytes(down) * len(cohort))
         tally.left_out += self._names(uplinks.dropped) if engine.remote else []
         tally.server_seconds += time.perf_counter() - began - uplinks.waited
+
+    def _state_of(self, client: int) -> int:
+        return self.client_states.get(str(client), 0)
 
     def _aggregate_regions(self, engine: Engine, present: list[Region], *, compare: bool) -> EpisodeRecord:
         """The end of an episode: one model of all regions' models, for all of them."""
@@ -406,8 +419,8 @@ class RoundLoop:
             teachers[name] = {"accuracy": accuracy, "confusion": confusion.tolist()}
         number = self.server.round // self.setup.hierarchy.rounds_per_episode
         if self.setup.config.save_teachers:
-            kept = {"round": self.server.round, "old": self.server.model, "teachers": models}
-            self.directory.save_episode(number, kept)
+            episode_models = {"round": self.server.round, "old": self.server.model, "teachers": models}
+            self.directory.save_episode(number, episode_models)
         self.server.notes = {}
         began = time.perf_counter()
         with self._stream("global server layers"):
@@ -430,7 +443,7 @@ class RoundLoop:
         method, config = self.setup.method, self.setup.config
         clients = np.flatnonzero(self.setup.federation.sizes).tolist()
         down = {"model": self.model()}
-        answers = engine.run([FinalExchange(k, config.rounds + 1) for k in clients], down)
+        answers = engine.run([FinalExchange(k, config.rounds + 1, self._state_of(k)) for k in clients], down)
         declared, judge = method.wire(self.setup.task).last, self.judge(engine, down, "last")
         uplinks = Checked(clients, answers, declared, least=config.min_clients, tick=lambda *_: None, judge=judge)
         with self._stream("last layers"):
@@ -448,32 +461,35 @@ class RoundLoop:
             device.seed_layers(seeds.key(self.setup.config.seed, purpose, self.server.round, *where))
             yield
 
-    def _models(self) -> dict[str, Tensor]:
+    def models(self) -> dict[str, Tensor]:
+        """The models to evaluate, by name; the first is what the run is for."""
         if not (self.setup.hierarchy.flat or self.setup.method.has_final_exchange):
-            return {"model": self.server.model}
+            return {"model": self.server.model if self._chosen is None else self._chosen}
         models = self.setup.method.models(self.server)
         for name, model in models.items():
             if not torch.isfinite(model).all():
                 raise FedstillError(f"round {self.server.round}: {name} is no longer finite; a smaller rate may help")
-        return models
+        return models if self._chosen is None else {next(iter(models)): self._chosen}
 
     def model(self) -> Tensor:
         """The weights of the model: what the run is for."""
-        return next(iter(self._models().values())) if self._chosen is None else self._chosen
+        return next(iter(self.models().values()))
 
     def state(self) -> dict[str, Any]:
         """What the servers know."""
-        kept: dict[str, Any] = {"model": self.server.model, "state": self.server.state}
+        state: dict[str, Any] = {"model": self.server.model, "state": self.server.state}
         if not self.setup.hierarchy.flat:
-            kept["regions"] = {str(n): {"model": s.model, "state": s.state} for n, s in self.regional.items()}
+            state["regions"] = {str(n): {"model": s.model, "state": s.state} for n, s in self.regional.items()}
         if self.update_norms:
-            kept["norms"] = self.update_norms
-        return kept
+            state["norms"] = self.update_norms
+        if self.client_states:
+            state["client states"] = self.client_states
+        return state
 
-    def load_state(self, kept: dict[str, Any]) -> None:
-        self.server.model, self.server.state = kept["model"], kept["state"]
-        self.update_norms = kept.get("norms", {})
-        for number, own in kept.get("regions", {}).items():
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.server.model, self.server.state = state["model"], state["state"]
+        self.update_norms, self.client_states = state.get("norms", {}), state.get("client states", {})
+        for number, own in state.get("regions", {}).items():
             self.regional[int(number)].model, self.regional[int(number)].state = own["model"], own["state"]
 
     def checkpoint(self) -> None:
@@ -496,23 +512,41 @@ class RoundLoop:
             quoted = '"' + name.replace('"', '""') + '"' if any(c in name for c in ',"\n') else name
             rows.write(f"{quoted},{n},{m},{'' if math.isnan(accuracy) else f'{accuracy:.6f}'}\n".encode())
         self.directory.write(files.CLIENTS, rows.getvalue())
-        if self.setup.method.global_model:
-            self.directory.write(files.MODEL, save_tensors(self.trained_state_dict()))
+        models = self.models() if self.setup.method.global_model else {}
+        description = self.describe(models)
+        for name, model in models.items():
+            file = files.MODEL if name == description.model else files.further_model(name)
+            self.directory.write(file, self._model_bytes(description, name, model))
+        self.directory.write(files.DESCRIPTION, description.model_dump_json(indent=2) + "\n")
         self.directory.write(files.SUMMARY, to_json(summary, indent=2) + "\n")
         self.directory.write_digests()
 
-    def trained_state_dict(self) -> dict[str, Tensor]:
-        """The model as named tensors, with the names of the user's own network."""
-        return {name: t.detach().clone().contiguous() for name, t in self.trained().state_dict().items()}
+    def describe(self, models: Iterable[str]) -> ModelDescription:
+        """What the run's models are."""
+        return describe(self.setup.config, self.setup.task, self.setup.method, tuple(models))
 
-    def trained(self) -> nn.Module:
-        """The trained network, the user's own if there is one; untrained if the method has no global model."""
+    def _model_bytes(self, description: ModelDescription, name: str, model: Tensor) -> bytes:
+        alone = description.model_copy(update={"model": name, "models": (name,)})
+        return model_bytes(alone, self.trained(model).state_dict())
+
+    def trained(self, model: Tensor | None = None) -> nn.Module:
+        """The network with these weights, the user's own if there is one; untrained if there are none."""
         with device.on(device.CPU):
             net = self.setup.task.build()
-        if self.setup.method.global_model:
-            net.load(self.model())
-        module = net.module.module if isinstance(net.module, Wrapped) else net.module
-        return self.setup.task.without_statistics(module).eval()
+        if model is not None:
+            net.load(model)
+        return self.setup.task.without_statistics(unwrapped(classifier(net))).eval()
+
+    def _network(self) -> nn.Module:
+        """The network as it is now; untrained if the method has no global model."""
+        return self.trained(self.model() if self.setup.method.global_model else None)
+
+    def predictor(self) -> Predictor | None:
+        """The model with all that it needs to predict; None if the method has no global one."""
+        if not self.setup.method.global_model:
+            return None
+        models = self.models()
+        return Predictor(self.trained(next(iter(models.values()))), self.describe(models))
 
 
 def _without(members: IntArray, absent: set[int]) -> IntArray:

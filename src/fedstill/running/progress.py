@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -18,7 +18,10 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
-from fedstill.metrics.records import RoundRecord, Summary
+from fedstill.building.setup import majority
+from fedstill.metrics.records import RoundRecord, Summary, value_of
+from fedstill.metrics.scores import short_name
+from fedstill.metrics.shown import is_imbalanced, title
 from fedstill.running.callbacks import Callback, RunView
 
 _CLIENTS = 0.9  # the share of a round that its clients' training is shown as
@@ -31,13 +34,16 @@ class Progress(Callback):
         self._console = console or Console()
         self._bar: _TerminalBar | NotebookBar | None = None
         self._clients = self._clients_done = 0
+        self._shown: list[str] = []  # metrics beyond accuracy
         self.began = False  # whether the run got as far as its rounds
 
     def on_run_start(self, run: RunView) -> None:
         self.began = True
         c = run.config
+        balanced = ["balanced_accuracy"] if is_imbalanced(majority(run.federation)) else []
+        self._shown = list(dict.fromkeys([*balanced, *map(short_name, c.metrics)]))
         self._say(
-            f"{c.method} on {c.data}: {run.federation.clients} clients, {c.partition} partition, "
+            f"{c.method} on {c.data or 'tables'}: {run.federation.clients} clients, {c.partition} partition, "
             f"{c.model} with {run.parameters:,} weights, {c.rounds - run.round} rounds",
             style="bold",
         )
@@ -61,7 +67,7 @@ class Progress(Callback):
         self._say(reason)
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
-        numbers = _numbers(record)
+        numbers = _numbers(record, self._shown)
         if self._bar:
             self._bar.show(record["round"], numbers)
         elif numbers:
@@ -139,10 +145,11 @@ def in_notebook() -> bool:
     return type(shell).__name__ == "ZMQInteractiveShell"
 
 
-def _numbers(record: RoundRecord) -> str:
-    if record["accuracy"] is None:
-        return ""
-    text = f"accuracy {record['accuracy']:.3f}"
-    for key in ("amp", "wlp"):
-        text += f"  {key.upper()} {record[key]:.3f}" if record[key] is not None and record[key] == record[key] else ""
-    return text
+def _numbers(record: RoundRecord, metrics: Sequence[str]) -> str:
+    """The numbers of a round that there are; a metric on the global test set, else on the clients' tests."""
+    names = {"accuracy": "accuracy", "amp": "AMP", "wlp": "WLP"}
+    found = [(written, value_of(record, name)) for name, written in names.items()]
+    for name in metrics:
+        on_test = value_of(record, name)
+        found.append((title(name), value_of(record, f"pooled_{name}") if on_test is None else on_test))
+    return "  ".join(f"{written} {value:.3f}" for written, value in found if value is not None)

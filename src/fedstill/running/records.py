@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
 from fedstill.building.config import Config
-from fedstill.metrics.records import BestAndFinal, RoundRecord, Scores, Summary, value_of
+from fedstill.metrics.records import BestAndFinal, RoundRecord, Scores, Summary, headline, value_of
+from fedstill.metrics.scores import lower_is_better, short_name
 from fedstill.running.uplinks import Checked
 
 NOT_EVALUATED: Scores = {
@@ -54,28 +55,37 @@ class Tally:
         return sum(values) / len(values) if values else None
 
 
-def of_own_models(uplinks: Tally) -> Scores:
-    """The same numbers where there is no global model: of the active clients' own models, on average."""
+def of_own_models(uplinks: Tally, metrics: Sequence[str] = ()) -> Scores:
+    """The same numbers where there is no global model: of the active clients' own models, on average.
+
+    The `metrics` that the settings name are those of a global model.
+    """
     local = np.array(uplinks.metrics.get("local_accuracy", []))
     known = len(local) > 0
-    return {
+    missing = {short_name(name): "there is no global model" for name in metrics}
+    if len(local) == 1:
+        missing["fm"] = "only one active client has test samples"
+    scores: Scores = {
         "accuracy": uplinks.mean("test_accuracy"),
         "loss": uplinks.mean("test_loss"),
         "amp": float(local.mean()) if known else None,
-        "fm": float(local.var()) if known else None,
+        "fm": float(local.var()) if len(local) > 1 else None,
         "wlp": float(local.min()) if known else None,
     }
+    return scores | {"unmeasured": missing} if missing else scores
 
 
 def summarise(config: Config, records: Sequence[RoundRecord], final_exchange: Mapping[str, int]) -> Summary:
     """Best and final numbers, and the cost; `final_exchange` is what crossed after the last round."""
     scored = [r for r in records if r["evaluated"]]
-    last = scored[-FINAL_EVALUATIONS:]
+    last, compared = scored[-FINAL_EVALUATIONS:], headline(scored)
+    by_headline = {r["round"]: value for r in scored if compared and (value := value_of(r, compared)) is not None}
     summary: Summary = {"method": config.method, "seed": config.seed, "rounds": len(records)}
     summary |= cast(Summary, _best_and_final(scored))
     summary |= {
         "final_is_mean_of": len(last),
-        "best_round": max(scored, key=lambda r: r["accuracy"] or 0)["round"] if scored else None,
+        "best_round": max(by_headline, key=lambda r: by_headline[r]) if by_headline else None,
+        "best_round_of": compared,
         "final_per_class": last[-1].get("per_class") if last else None,
         "bytes_down": sum(r["bytes_down"] for r in records) + final_exchange.get("bytes_down", 0),
         "bytes_up": sum(r["bytes_up"] for r in records) + final_exchange.get("bytes_up", 0),
@@ -86,23 +96,36 @@ def summarise(config: Config, records: Sequence[RoundRecord], final_exchange: Ma
     }
     if last and (also := last[-1].get("also")):
         summary["also"] = {name: _best_and_final([r["also"][name] for r in scored]) for name in also}
-    if config.target:
-        reached = [r["round"] for r in scored if (r["accuracy"] or 0) >= config.target]
+    if config.metrics:
+        summary["metric_names"] = [short_name(name) for name in config.metrics]
+    if last and (unmeasured := last[-1].get("unmeasured")):
+        summary["unmeasured"] = unmeasured
+    if config.target_accuracy:
+        reached = [round_ for round_, value in by_headline.items() if value >= config.target_accuracy]
         summary["rounds_to_target"] = reached[0] if reached else None
     return summary
 
 
 def _best_and_final(scored: Sequence[Scores]) -> BestAndFinal:
     """The best of each number, and the mean of the last five, over the rounds that were evaluated."""
-    found: dict[str, float | None] = {}
+    found: dict[str, Any] = {}
     for name in QUALITY:
-        values = [value_of(r, name) for r in scored]
-        known = [v for v in values if v is not None]
-        final = [v for v in values[-FINAL_EVALUATIONS:] if v is not None]
-        pick = min if name in LOWER_IS_BETTER else max
-        found[f"best_{name}"] = pick(known) if known else None
-        found[f"final_{name}"] = sum(final) / len(final) if final else None
-    return cast(BestAndFinal, found)
+        found |= _of_one(scored, name, lower=name in LOWER_IS_BETTER)
+    names = dict.fromkeys(name for r in scored for name in r.get("metrics", {}))
+    metrics: dict[str, float | None] = {}
+    for name in names:
+        metrics |= _of_one([r.get("metrics", {}) for r in scored], name, lower=lower_is_better(name))
+    return cast(BestAndFinal, found | ({"metrics": metrics} if metrics else {}))
+
+
+def _of_one(scored: Sequence[Mapping[str, Any]], name: str, *, lower: bool) -> dict[str, float | None]:
+    values = [value_of(r, name) for r in scored]
+    known = [v for v in values if v is not None]
+    final = [v for v in values[-FINAL_EVALUATIONS:] if v is not None]
+    return {
+        f"best_{name}": (min if lower else max)(known) if known else None,
+        f"final_{name}": sum(final) / len(final) if final else None,
+    }
 
 
 def versions() -> dict[str, str]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 from fedstill.building.config import Config
 from fedstill.core.errors import SettingError
 from fedstill.core.files import write_atomic
 from fedstill.core.table import frame, from_columns
+from fedstill.inference.predictor import Predictor
 from fedstill.metrics.records import RoundRecord, Summary, scalars, value_of
 
 _SHOWN = {"best_accuracy": "best", "final_accuracy": "final", "final_amp": "AMP", "final_wlp": "WLP"}
@@ -32,6 +34,25 @@ class Result:
     path: Path | None  # the run directory, if it was kept
     config: Config = field(default_factory=Config)  # every setting
     client_columns: Mapping[str, Any] = field(default_factory=dict)  # as in clients.csv, an array each
+    _predictor: Predictor | None = None
+
+    @property
+    def predictor(self) -> Predictor:
+        """The trained model with its preprocessing, as `fedstill.load` gives it."""
+        if self._predictor is None:
+            raise SettingError(
+                f"{self.summary['method']} has no global model, every client keeps its own: run it with out=DIR, and "
+                "fedstill.load(DIR, client=0) gives that of a client"
+            )
+        return self._predictor
+
+    def predict(self, raw: Any) -> npt.NDArray[np.str_]:
+        """The class of each raw input, such as an image or a row of a table."""
+        return self.predictor.predict(raw)
+
+    def predict_proba(self, raw: Any) -> npt.NDArray[np.float64]:
+        """The probability of each class for each raw input, (N, classes)."""
+        return self.predictor.predict_proba(raw)
 
     def __repr__(self) -> str:
         s, numbers = self.summary, [f"{k} {100 * v:.2f} %" for k, v in self._scores().items()]
@@ -77,25 +98,20 @@ class Result:
 
     def report(self, path: str | Path = "report.html", title: str = "") -> Path:
         """Write a page about the run: results, figures, settings. `fedstill report` writes one about several."""
-        from fedstill.report.clients import clients
-        from fedstill.report.curves import seed_curves
-        from fedstill.report.page import Picture, page
+        from fedstill.report.charts import Chart, client_data, curve_data
+        from fedstill.report.page import page
         from fedstill.report.runs import Group, RunData, flat
 
-        def picture(caption: str, draw: Callable[[io.BytesIO], object]) -> Picture:
-            file = io.BytesIO()
-            draw(file)
-            return Picture(caption, file.getvalue())
-
-        pairs = zip(*(self.client_columns[name].tolist() for name in ("test_samples", "accuracy")), strict=True)
-        tested = [(samples, accuracy) for samples, accuracy in pairs if not math.isnan(accuracy)]
+        columns = (self.client_columns[name].tolist() for name in ("test_samples", "accuracy", "client"))
+        rows = [row for row in zip(*columns, strict=True) if not math.isnan(row[1])]
+        tested, names = [(samples, accuracy) for samples, accuracy, _ in rows], [str(client) for *_, client in rows]
         place, settings = self.path or Path("not kept"), flat(self.config.model_dump())
-        run = RunData(place, settings, self.records, self.summary, tested, self.config.toml())
+        run = RunData(place, settings, self.records, self.summary, tested, self.config.toml(), names)
         name = self.summary["method"]
-        pictures = [picture("Accuracy and variance over the clients (FM), by round",
-                            partial(seed_curves, {name: [self.records]}))]  # fmt: skip
+        groups = [Group(name, (run,))]
+        charts = [Chart("curves", "Numbers by round", curve_data(groups))]
         if tested:
             caption = "Each client's accuracy under the final model, from the worst served to the best"
-            pictures.append(picture(caption, partial(clients, {name: [tested]})))
-        write_atomic(path, page([Group(name, (run,))], pictures, title=title or f"{name}: fedstill report"))
+            charts.append(Chart("clients", caption, client_data({name: [tested]})))
+        write_atomic(path, page(groups, charts, title=title or f"{name}: fedstill report"))
         return Path(path)

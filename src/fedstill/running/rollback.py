@@ -37,7 +37,7 @@ def rollback(path: Path, to: int) -> int:
             raise FedstillError(f"the checkpoint of round {to} is damaged ({error}); nothing was changed") from error
         done = max((record["round"] for record in directory.records()), default=0)
         if directory.served:
-            _note(directory.path / files.SERVED, to)
+            _note(directory, to)
             if to == 0:
                 (directory.path / files.COUNTS).unlink(missing_ok=True)
         directory.forget_results(to, read_toml(path / files.CONFIG).get("rounds_per_episode", 1))
@@ -47,12 +47,20 @@ def rollback(path: Path, to: int) -> int:
         directory.release()
 
 
-def _note(path: Path, to: int) -> None:
+def _note(directory: RunDirectory, to: int) -> None:
     """Sites must not repeat an answer to a round that is forgotten, nor go on from it."""
-    kept = read_sealed_json(path)
-    if to == 0:
-        kept |= {"number": secrets.token_hex(8), "sites": [], ROLLBACKS: []}
-    write_sealed_json(path, kept | {ROLLBACKS: [*kept.get(ROLLBACKS, []), to]})
+    path = directory.path / files.SERVED
+    try:
+        run_info = directory.served_run()
+    except DataError:
+        if to:
+            raise
+        path.unlink()  # whoever begins again has another one
+        return
+    if isinstance(done := run_info.get(ROLLBACKS, []), list) and run_info:  # else it is a region's: see `seen`
+        if to == 0:
+            run_info = {"number": secrets.token_hex(8), "sites": []}  # what else there was is settled anew
+        write_sealed_json(path, run_info | {ROLLBACKS: [*done, to] if to else [to]})
 
 
 def unseen(rollbacks: Sequence[int], path: Path) -> int | None:
@@ -63,4 +71,5 @@ def unseen(rollbacks: Sequence[int], path: Path) -> int | None:
 
 def seen(rollbacks: Sequence[int], path: Path) -> None:
     """Note that it was done."""
-    write_sealed_json(path, {ROLLBACKS: len(rollbacks)})
+    known = read_sealed_json(path) if path.exists() else {}
+    write_sealed_json(path, known | {ROLLBACKS: len(rollbacks)})

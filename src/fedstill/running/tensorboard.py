@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class TensorBoard(Callback):
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         with naming(self._folder):
-            for name, number in scalars(record):
+            for name, number in scalars(by_class(record, run.federation.dataset.classes)):
                 self._writer.add_scalar(name, number, record["round"])
 
     def on_run_end(self, run: RunView, summary: Summary) -> None:
@@ -47,3 +48,20 @@ class TensorBoard(Callback):
         if self._writer is not None:
             with naming(self._folder):
                 self._writer.close()
+
+
+def by_class(record: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+    """A record whose numbers of each class have the names of the classes, also inside others.
+
+    >>> by_class({"loss": 0.5, "also": {"mean": {"per_class": [0.1, 0.2]}}}, ("cat", "dog"))
+    {'loss': 0.5, 'also': {'mean': {'per_class': {'cat': 0.1, 'dog': 0.2}}}}
+    """
+    found: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            found[name] = by_class(value, classes)
+        elif name == "per_class" and isinstance(value, list) and len(value) == len(classes):
+            found[name] = dict(zip(classes, value, strict=True))
+        else:
+            found[name] = value
+    return found

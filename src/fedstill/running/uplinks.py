@@ -11,7 +11,7 @@ from fedstill.core.device import to_current_device
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import Message, Tree, nbytes
 from fedstill.methods.base import Method, Part, Uplink, fault
-from fedstill.running.judging import Held, Judge
+from fedstill.running.judging import AnswerBuffer, Judge
 
 log = logging.getLogger(__name__)
 
@@ -42,20 +42,22 @@ class Checked:
         least: int,
         tick: Callable[[int, Mapping[str, float]], None],
         who: str = "client",
+        names: Sequence[str] = (),
         judge: Judge | None = None,
     ) -> None:
-        """With a `judge`, all answers are waited for before the first is handed on."""
+        """With a `judge`, all answers are waited for before the first is handed on; `names` are for the log."""
         self.good: list[int] = []
         self.dropped: dict[int, str] = {}
         self.bytes_up = 0
         self.waited = 0.0  # seconds until answers came, while the server had nothing else to do
         self.metrics: dict[str, list[float]] = {}
+        self.states: dict[int, int] = {}  # of clients elsewhere: the round whose state each has
         self._clients, self._answers, self._declared = clients, answers, declared
-        self._least, self._tick, self._who, self._judge = least, tick, who, judge
+        self._least, self._tick, self._who, self._names, self._judge = least, tick, who, names, judge
 
     def _drop(self, client: int, problem: str) -> None:
         self.dropped[client] = problem
-        log.warning("%s %d dropped: %s", self._who, client, problem)
+        log.warning("%s %s dropped: %s", self._who, self._names[client] if self._names else client, problem)
 
     def __iter__(self) -> Iterator[Uplink]:
         answers = self._well_formed()
@@ -76,15 +78,17 @@ class Checked:
             if problem := fault(answer["message"], self._declared):
                 self._drop(client, problem)
                 continue
+            if "state" in answer:
+                self.states[client] = answer["state"]
             yield client, answer["samples"], answer["metrics"], answer["message"]
 
     def _judged(self, answers: Iterator[_Answer], judge: Judge) -> Iterator[_Answer]:
-        held, norms, rest = Held(), [], []
+        buffer, norms, senders = AnswerBuffer(), [], []
         for client, samples, metrics, message in answers:
             norms.append(judge.norms(message))
-            rest.append((client, samples, metrics))
-            held.add(message)
-        for (client, samples, metrics), message, problem in zip(rest, held, judge.faults(norms), strict=True):
+            senders.append((client, samples, metrics))
+            buffer.add(message)
+        for (client, samples, metrics), message, problem in zip(senders, buffer, judge.faults(norms), strict=True):
             if problem:
                 self._drop(client, problem)
             else:

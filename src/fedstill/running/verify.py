@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedstill.core.errors import DataError, FedstillError, SettingError
+from fedstill.core.errors import DataError, FedstillError
 from fedstill.core.files import check_file, read_json, read_sealed_json
 from fedstill.core.tree import read_tensors
 from fedstill.running import files
@@ -30,10 +30,7 @@ def runs_in(path: Path) -> list[Path]:
     """The run directory, or those below a folder of many."""
     if (path / files.CONFIG).is_file():
         return [path]
-    found = sorted(file.parent for file in path.rglob(files.CONFIG))
-    if not found:
-        raise SettingError(f"{path} is not a run directory and holds none: there is no config.toml")
-    return found
+    return sorted(file.parent for file in path.rglob(files.CONFIG))
 
 
 def verify(path: Path) -> list[Check]:
@@ -46,22 +43,26 @@ def verify(path: Path) -> list[Check]:
 
 
 def _settings(directory: RunDirectory) -> Iterator[Check]:
-    yield _checked(files.CONFIG, directory.check_config)
-    if directory.served:
-        yield _checked(files.SERVED, lambda: read_sealed_json(directory.path / files.SERVED))
+    yield checked(files.CONFIG, directory.check_config)
+    if (directory.path / files.SERVED).exists():  # else the checkpoints say that it is missing
+        yield checked(files.SERVED, directory.served_run)
 
 
 def _checkpoints(directory: RunDirectory) -> Iterator[Check]:
-    rounds = directory.checkpoint_rounds()
+    rounds, records = directory.checkpoint_rounds(), directory.records()
     for round_ in rounds:
 
         def read(round_: int = round_) -> str | None:
             directory.read_checkpoint(round_, everything=True)
             return None if directory.client_store.run else NO_DIGESTS
 
-        yield _checked(f"checkpoint of round {round_} and all it stands on", read)
-    if directory.records() and not rounds:
+        yield checked(f"checkpoint of round {round_} and all it stands on", read)
+    if records and not rounds:
         yield Check("checkpoints", "none, though rounds are done; the run cannot go on", sound=False)
+    elif (
+        rounds and records and _is_finished(directory.path) and rounds[-1] != (last := max(r["round"] for r in records))
+    ):
+        yield Check("checkpoints", f"that of round {last} is missing, the last one of a finished run", sound=False)
     if rounds and directory.client_store.run:
         yield from _saved(directory, rounds[-1])
 
@@ -80,18 +81,23 @@ def _saved(directory: RunDirectory, round_: int) -> Iterator[Check]:
             return f"{len(paths)} sound"
 
         if paths:
-            yield _checked(name, read)
+            yield checked(name, read)
+
+
+def _is_finished(path: Path) -> bool:
+    return any((path / name).exists() for name in (files.SUMMARY, files.DIGESTS))
 
 
 def _results(directory: RunDirectory) -> Iterator[Check]:
     """What the end of a run writes."""
     path, records = directory.path, directory.records()
-    if not (path / files.SUMMARY).exists():
+    if not _is_finished(path):
         yield Check("results", f"none yet: {len(records)} rounds are done; 'fedstill resume {path}' goes on")
         return
     if (path / files.MODEL).exists():
-        yield _checked(files.MODEL, lambda: read_tensors(path / files.MODEL))
-    yield _checked(files.SUMMARY, lambda: _check_object(read_json(path / files.SUMMARY)))
+        yield checked(files.MODEL, lambda: read_tensors(path / files.MODEL))
+    if (path / files.SUMMARY).exists():  # else its digest names it
+        yield checked(files.SUMMARY, lambda: _check_object(read_json(path / files.SUMMARY)))
     if (path / files.DIGESTS).exists():
         yield from _digests(path)
     elif directory.client_store.run:
@@ -121,10 +127,11 @@ def _digests(path: Path) -> Iterator[Check]:
             def read(name: str = name, digest: Any = digest) -> None:
                 check_file(path / name, digest)
 
-            yield _checked(f"{name}, as the run wrote it", read)
+            yield checked(f"{name}, as the run wrote it", read)
 
 
-def _checked(what: str, read: Callable[[], object]) -> Check:
+def checked(what: str, read: Callable[[], object]) -> Check:
+    """What reading something found: its own words, if it has some, or why it is not sound."""
     try:
         found = read()
     except (FedstillError, OSError) as error:

@@ -23,6 +23,7 @@ from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.core.files import read_json
 from fedstill.core.processes import die_with_parent
 from fedstill.data.dataset import Dataset
+from fedstill.data.federation import Federation
 from fedstill.metrics.records import RoundRecord, Summary
 from fedstill.running import api, files
 from fedstill.running.callbacks import Callback, RunView
@@ -108,7 +109,7 @@ def keeping(there: Config, wanted: Config) -> dict[str, Any]:
 
 def check(cells: Sequence[Cell]) -> None:
     """Find what is wrong with the settings or the data of any run before the first begins."""
-    datasets: dict[tuple[str | int, ...], Dataset] = {}
+    datasets: dict[tuple[str | int, ...], Dataset | Federation] = {}
     for cell in _but_for_seeds(cells):
         config, own = cell.config, dict(cell.own)
         check_engine(config)

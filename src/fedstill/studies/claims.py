@@ -20,7 +20,7 @@ from fedstill.metrics.statistics import ENOUGH, Paired, paired
 from fedstill.studies import presets
 from fedstill.studies.cells import Cell
 from fedstill.studies.presets import METRICS, Point
-from fedstill.studies.reproduce import MEAN, Plan, number, plans, retaught
+from fedstill.studies.reproduce import MEAN, Plan, number, plans, student_accuracies
 
 Term = dict[str, Any]  # a row of a preset, and where in its sweep
 Expectation = Literal["higher", "lower", "same", "not higher", "open"]
@@ -89,7 +89,7 @@ class Evidence:
     def __init__(self, seeds: int, root: Path, **given: Any) -> None:
         self._seeds, self._root, self._given = seeds, root, given
         self._plans: dict[str, Plan] = {}
-        self._taught: dict[str, dict[str, list[float | None]]] = {}
+        self._student_accuracies: dict[str, dict[str, list[float | None]]] = {}
 
     def plan(self, preset: str) -> Plan:
         if preset not in self._plans:
@@ -110,10 +110,10 @@ class Evidence:
         """A term's numbers on some seeds."""
         plan, place = self.plan(check.preset), self._place(check, term)
         if plan.preset.reteach:
-            if check.preset not in self._taught:
-                every = retaught(plan, seeds)
-                self._taught[check.preset] = {_key(row, at): values for row, at, values in every}
-            values = self._taught[check.preset][_key(term["row"], place.point.at)]
+            if check.preset not in self._student_accuracies:
+                every = student_accuracies(plan, seeds)
+                self._student_accuracies[check.preset] = {_key(row, at): values for row, at, values in every}
+            values = self._student_accuracies[check.preset][_key(term["row"], place.point.at)]
         else:
             at = place.point.at | place.further
             values = [number(place.cells[s], place.point.model, check.metric, at) for s in seeds]
@@ -215,13 +215,13 @@ def verdict(expect: Expectation, found: Paired, margin: float = 0.0) -> str:
     if found.n < ENOUGH:
         return "too few seeds"
     low, high = (found.low, found.high) if expect != "lower" else (-found.high, -found.low)
-    held, refuted = {
+    supported, refuted = {
         "higher": (low > 0, high < 0),
         "lower": (low > 0, high < 0),
         "same": (-margin < low and high < margin, low > margin or high < -margin),
         "not higher": (high < margin, low > margin),
     }[expect]
-    return "confirmed" if held else "contradicted" if refuted else "not seen at this scale"
+    return "confirmed" if supported else "contradicted" if refuted else "not seen at this scale"
 
 
 def saved(evidence: Evidence) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedstill.metrics.records import RoundRecord, value_of
+from fedstill.metrics.records import RoundRecord, headline, value_of
+from fedstill.metrics.scores import COUNTED, lower_is_better
+from fedstill.metrics.shown import PLACES, named_metrics
 from fedstill.metrics.statistics import Paired, Spread, paired, spread
 from fedstill.studies.cells import Cell
 
@@ -44,7 +46,7 @@ class Row:
     def values(self, metric: str) -> list[float | None]:
         """A number of each seed."""
         if metric in TO_TARGET:
-            return [to_target(cell.records(), cell.config.target, self.variant)[metric] for cell in self.cells]
+            return [to_target(cell.records(), cell.config.target_accuracy, self.variant)[metric] for cell in self.cells]
         summaries = [cell.summary() for cell in self.cells]
         return [value_of(s["also"][self.variant] if self.variant else s, metric) for s in summaries]
 
@@ -59,22 +61,29 @@ class Row:
         pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
         if not pairs or len(pairs) < len(ours):
             return None
-        sign = 1 if METRICS.get(metric, True) else -1
+        better_if_larger = METRICS.get(metric, not lower_is_better(metric.removeprefix("final_")))
+        sign = 1 if better_if_larger else -1
         return paired([sign * a for a, _ in pairs], [sign * b for _, b in pairs])
+
+    def _named(self) -> list[str]:
+        """The further numbers that the runs' settings name, and those of them that are always there."""
+        names = dict.fromkeys([*named_metrics([cell.summary() for cell in self.cells]), *COUNTED])
+        return [f"final_{place}{name}" for name in names for place in PLACES]
 
     def record(self, baseline: Row | None) -> dict[str, Any]:
         """The row as data: every seed's numbers, and what they come to."""
         found: dict[str, Any] = {"method": self.method, "model": self.variant, "settings": self.settings}
         found["runs"] = [str(cell.path) for cell in self.cells]
         found["seeds"] = [cell.config.seed for cell in self.cells]
-        for metric in (*METRICS, "bytes_down", "bytes_up", "seconds", *TO_TARGET):
-            if self.variant and metric not in (*METRICS, *TO_TARGET):
+        measured = [*METRICS, *self._named()]
+        for metric in (*measured, "bytes_down", "bytes_up", "seconds", *TO_TARGET):
+            if self.variant and metric not in (*measured, *TO_TARGET):
                 continue
             values, summed = self.values(metric), self.spread(metric)
             found[metric] = {"values": values}
             if summed:
                 found[metric] |= {"mean": summed.mean, "std": summed.std}
-            if baseline is not None and metric in METRICS and (gap := self.against(baseline, metric)):
+            if baseline is not None and metric in measured and (gap := self.against(baseline, metric)):
                 found[metric]["better_than_first"] = {
                     "mean": gap.mean,
                     "low": gap.low,
@@ -104,9 +113,10 @@ def to_target(records: Sequence[RoundRecord], target: float, variant: str = "") 
     """What it took to reach an accuracy for the first time: rounds, bytes both ways, seconds without evaluation."""
     if not target:
         return dict.fromkeys(TO_TARGET)
+    compared = headline(records) or "accuracy"
     for i, record in enumerate(records):
         scored = record.get("also", {}).get(variant, {}) if variant else record
-        if (scored.get("accuracy") or 0) >= target:
+        if (value_of(scored, compared) or 0) >= target:
             before = records[: i + 1]
             return {
                 "rounds_to_target": record["round"],

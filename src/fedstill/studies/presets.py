@@ -160,13 +160,13 @@ def _whole(own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _over(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Settings are joined, those of rows of the same name too; of anything else, it is `own` that counts."""
+    """Settings are merged, those of rows of the same name too; of anything else, it is `own` that counts."""
     rows = {row["name"]: row for row in base.get("row", [])}
     for row in own.get("row", []):
         before = rows.get(row["name"], {})
         rows[row["name"]] = before | row | {"settings": before.get("settings", {}) | row.get("settings", {})}
-    joined = {key: base.get(key, {}) | own.get(key, {}) for key in ("match", "settings") if key in base or key in own}
-    return base | own | joined | {"row": list(rows.values())}
+    tables = {key: base.get(key, {}) | own.get(key, {}) for key in ("match", "settings") if key in base or key in own}
+    return base | own | tables | {"row": list(rows.values())}
 
 
 def _chosen(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:

@@ -156,7 +156,7 @@ def entries(plan: Plan) -> list[Entry]:
     """Every number of a preset whose runs are finished."""
     if plan.preset.reteach:
         every = range(len(plan.runs[0][1]))
-        return [_entry(plan, row, "top1", at, values, None) for row, at, values in retaught(plan, every)]
+        return [_entry(plan, row, "top1", at, values, None) for row, at, values in student_accuracies(plan, every)]
     found: dict[tuple[str, str, str], list[float | None]] = {}
     listed = []
     for point, cells in plan.runs:
@@ -236,7 +236,7 @@ def _roughness(cell: Cell, model: str, _at: Mapping[str, Any]) -> float | None:
     return float(np.std(changes, ddof=1)) if len(changes) > 1 else None
 
 
-def _taught(cell: Cell, _model: str, at: Mapping[str, Any]) -> float | None:
+def _distils(cell: Cell, _model: str, at: Mapping[str, Any]) -> float | None:
     stages = {r["episode"]["number"]: r["episode"]["stage"] for r in cell.records() if "episode" in r}
     return float(stages[at["episode"]] != "average") if at["episode"] in stages else None
 
@@ -247,7 +247,7 @@ _BY_ROUND: dict[str, Callable[[Cell, str, Mapping[str, Any]], float | None]] = {
     "server_seconds": _server_seconds,
     "top1_at_round": lambda cell, model, at: _accuracies(cell, model).get(at["round"]),
     "roughness": _roughness,
-    "taught": _taught,
+    "taught": _distils,
 }
 
 
@@ -277,7 +277,7 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def retaught(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[str, dict[str, Any], list[float | None]]]:
+def student_accuracies(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[str, dict[str, Any], list[float | None]]]:
     """Accuracies of students taught at every point of the sweep from the same teachers, of those, and of their mean."""
     points = [point for point, _ in plan.runs]
     students: list[list[float | None]] = [[] for _ in points]

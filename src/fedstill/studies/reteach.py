@@ -43,10 +43,10 @@ class SavedEpisode:
         if self.number not in saved:
             raise SettingError(f"episode {self.number}: those saved are {', '.join(map(str, sorted(saved)))}")
         self.setup: Setup = prepare_again(self.directory, self.directory.config())
-        kept = tree.decode(saved[self.number].read_bytes())
-        self.old: Tensor = kept["old"]
-        self.teachers: dict[str, Tensor] = kept["teachers"]
-        self.round: int = kept["round"]
+        episode = tree.decode(saved[self.number].read_bytes())
+        self.old: Tensor = episode["old"]
+        self.teachers: dict[str, Tensor] = episode["teachers"]
+        self.round: int = episode["round"]
 
     def accuracy(self, model: Tensor) -> float:
         """Of any of the models, on the global test set."""

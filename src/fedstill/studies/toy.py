@@ -42,12 +42,12 @@ class Remembers(Modifier):
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         server.state["local"] = {}
 
-        def kept() -> Iterator[Uplink]:
+        def remember() -> Iterator[Uplink]:
             for up in uplinks:
                 server.state["local"][str(up.client)] = up["model"]
                 yield up
 
-        self.inner.aggregate(server, kept())
+        self.inner.aggregate(server, remember())
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def classes(points: NDArray[np.float32]) -> NDArray[np.int64]:
 
 def clients(points: int, seed: int) -> list[tuple[NDArray[np.float32], NDArray[np.int64]]]:
     """What each client holds: points of its own classes alone."""
-    drawn = seeds.numpy_rng(seed, "toy").uniform(-EXTENT, EXTENT, (points, 2)).astype(np.float32)
-    labels = classes(drawn)
-    return [(drawn[np.isin(labels, held)], labels[np.isin(labels, held)]) for held in HOLDS]
+    plane_points = seeds.numpy_rng(seed, "toy").uniform(-EXTENT, EXTENT, (points, 2)).astype(np.float32)
+    labels = classes(plane_points)
+    return [(plane_points[np.isin(labels, own)], labels[np.isin(labels, own)]) for own in HOLDS]
 
 
 def network() -> nn.Module:
@@ -92,12 +92,12 @@ def train(method: str, federation: Federation, *, rounds: int, seed: int, **hype
             checkpoint_every=rounds, eval_every=0,
         )  # fmt: skip
         local = RunDirectory.open(path, lock=False).server_state()["local"]
-    ask = torch.from_numpy(plane())
+    grid = torch.from_numpy(plane())
     net = result.model
-    predicted = [_predict(net, ask)]
+    predicted = [_predict(net, grid)]
     for client in reversed(range(federation.clients)):
         torch.nn.utils.vector_to_parameters(local[str(client)], net.parameters())
-        predicted.insert(0, _predict(net, ask))
+        predicted.insert(0, _predict(net, grid))
     return Outcome(method, predicted)
 
 
@@ -108,6 +108,5 @@ def _predict(net: nn.Module, x: Tensor) -> NDArray[np.int64]:
 
 
 def federation(points: int, seed: int) -> Federation:
-    held = clients(points, seed)
-    ask = plane()
-    return from_clients(held, (ask, classes(ask)), test_fraction=0.0, seed=seed, dataset_name="toy")
+    grid = plane()
+    return from_clients(clients(points, seed), (grid, classes(grid)), test_fraction=0.0, seed=seed, dataset_name="toy")

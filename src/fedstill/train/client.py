@@ -16,7 +16,7 @@ from fedstill.train.evaluate import Outputs, load_for_evaluation, outputs, predi
 from fedstill.train.loop import Batch, Fit, Objective, fit
 from fedstill.train.task import Samples, Task, classifier
 
-_BUFFERS = "$buffers"
+BUFFERS = "$buffers"  # in the state: BatchNorm's statistics that stay with the client
 
 
 class Client:
@@ -48,8 +48,8 @@ class Client:
     def receive(self) -> None:
         """Start from the weights that the server sent."""
         self.flat.load(self.down["model"])
-        if self.task.buffers == "local" and _BUFFERS in self.state:
-            self.flat.load(torch.cat([self.down["model"][: self.flat.trainable], self.state[_BUFFERS]]))
+        if self.task.buffers == "local" and BUFFERS in self.state:
+            self.flat.load(torch.cat([self.down["model"][: self.flat.trainable], self.state[BUFFERS]]))
 
     @property
     def weights(self) -> Tensor:
@@ -102,7 +102,7 @@ class Client:
         """Training is over: note what it came to, and keep statistics that stay with the client."""
         self.trained = done
         if self.task.buffers == "local":
-            self.state[_BUFFERS] = self.flat.read()[self.flat.trainable :].clone()
+            self.state[BUFFERS] = self.flat.read()[self.flat.trainable :].clone()
         return done
 
     def teacher(self, weights: Tensor) -> Callable[[Batch], Outputs]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,6 +18,7 @@ from fedstill.models.base import Classifier
 from fedstill.train.task import Samples, Task, classifier
 
 EVAL_BATCH = 64  # larger ones leave the cache: ResNet-8 runs a third slower at 250
+_SCORED_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,23 @@ def require_features(task: Task, who: str) -> None:
         )
 
 
+def split_for_evaluation(x: Tensor) -> Iterator[Tensor]:
+    """Samples in the batches in which a run evaluates them, which matters to BatchNorm by the batch."""
+    for start, stop in evaluation_bounds(len(x)):
+        part = x[start:stop]
+        yield from part.tensor_split(_batches(len(part)))
+
+
+def evaluation_bounds(n: int) -> list[tuple[int, int]]:
+    """Nearly equal parts of n samples, each of which is evaluated by one worker."""
+    bounds = np.linspace(0, n, -(-n // _SCORED_AT_ONCE) + 1).astype(int).tolist()
+    return list(pairwise(bounds))
+
+
+def _batches(n: int) -> int:
+    return max(1, -(-n // EVAL_BATCH))  # of nearly equal size: BatchNorm by the batch cannot do with one sample
+
+
 def load_for_evaluation(task: Task, vector: Tensor, role: str = "teacher") -> FlatNet:
     """A network with these weights, in evaluation mode."""
     net = task.nets.get(role)
@@ -87,13 +107,15 @@ def mean_loss(task: Task, vector: Tensor, samples: Samples) -> float:
 
 
 @torch.no_grad()
-def score(task: Task, vector: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Loss and predicted class of each stored sample under the network with these weights."""
+def score(task: Task, vector: Tensor, x: Tensor, y: Tensor, *, probabilities: bool = False) -> dict[str, Tensor]:
+    """Loss and predicted class of each stored sample under the network with these weights; probabilities if asked."""
     net = load_for_evaluation(task, vector)
-    losses, predicted = [], []
-    parts = max(1, -(-len(y) // EVAL_BATCH))  # of nearly equal size: BatchNorm by the batch cannot do with one sample
+    losses, predicted, likely = [], [], []
+    parts = _batches(len(y))
     for xs, ys in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True):
         found = logits(classifier(net), task.dataset.normalise(to_current_device(xs)))
         losses.append(F.cross_entropy(found, to_current_device(ys), reduction="none"))
         predicted.append(found.argmax(1))
-    return {"loss": torch.cat(losses), "predicted": torch.cat(predicted)}
+        likely += [found.softmax(1)] if probabilities else []
+    scores = {"loss": torch.cat(losses), "predicted": torch.cat(predicted)}
+    return scores | {"probabilities": torch.cat(likely)} if probabilities else scores

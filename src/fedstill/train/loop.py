@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedstill.core.device import to_current_device
 from fedstill.core.errors import SettingError
 from fedstill.core.weights import FlatNet
 from fedstill.data.augment import Augmentation
@@ -30,6 +31,7 @@ class Batch:
     x: Tensor
     y: Tensor
     ids: Tensor
+    weight: Tensor | None = None  # how much each counts in the cross-entropy; None: alike
 
 
 P = ParamSpec("P")
@@ -38,8 +40,14 @@ Loss = Callable[[Batch, Outputs], Tensor]
 
 
 def cross_entropy(batch: Batch, out: Outputs) -> Tensor:
-    """The loss every method starts from."""
-    return F.cross_entropy(out.logits, batch.y)
+    """The loss every method starts from.
+
+    Divided by the number of samples, not by the sum of their weights: the clients' losses then add up to the weighted
+    loss of all data, however the classes are spread over clients.
+    """
+    if batch.weight is None:
+        return F.cross_entropy(out.logits, batch.y)
+    return (batch.weight * F.cross_entropy(out.logits, batch.y, reduction="none")).mean()
 
 
 @dataclass(frozen=True)
@@ -255,9 +263,11 @@ def batches(data: Samples, local: LocalTraining, order: torch.Generator, *, no_s
     if no_single and len(sizes) > 1 and sizes[-1] == 1:
         sizes[-2:] = [size + 1]
     steps_left = local.epochs * (local.steps_per_epoch or len(sizes))
+    weight = to_current_device(torch.tensor(local.class_weight)) if local.class_weight else None
     while steps_left > 0 and n:
         for ids in torch.split(torch.randperm(n, generator=order)[:usable], sizes):
-            yield Batch(data.x(ids), data.y[ids], ids)
+            y = data.y[ids]
+            yield Batch(data.x(ids), y, ids, None if weight is None else weight[y])
             steps_left -= 1
             if not steps_left:
                 return

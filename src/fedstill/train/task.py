@@ -17,7 +17,7 @@ from fedstill.core.weights import FlatNet
 from fedstill.data.augment import Augmentation
 from fedstill.data.dataset import Dataset
 from fedstill.models.base import Classifier
-from fedstill.models.norms import norms
+from fedstill.models.norms import drop_statistics, norms
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class LocalTraining:
     clip: float = 0.0  # largest gradient norm; 0: no clipping
     cosine: bool = False  # let the rate fall to 0 along a cosine, within the round
     steps_per_epoch: int = 0  # the same number for every client; 0: one pass over the client's own data
+    class_weight: tuple[float, ...] = ()  # how much a sample of each class counts in the cross-entropy; empty: alike
 
     def lr_at(self, round_: int) -> float:
         return self.lr * self.lr_decay ** (round_ - 1)
@@ -139,9 +140,7 @@ class Task:
     def without_statistics(self, module: nn.Module) -> nn.Module:
         """A network as it is evaluated: without running statistics, unless they are averaged."""
         if self.buffers != "average":
-            for layer in norms(module):
-                layer.track_running_stats = False
-                layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+            drop_statistics(module)
         return module
 
 

@@ -49,7 +49,7 @@ class Rows:
     def __init__(self, rows: Tensor, nets: Sequence[FlatNet]) -> None:
         self._nets, first = nets, nets[0]
         self._pass = _Both(classifier(first))
-        self._trained = [entry for entry in first.entries if entry.trainable]
+        self._trainable = [entry for entry in first.entries if entry.trainable]
         # The same memory: `data` lets statistics change during a pass without a word to autograd.
         self.weights = rows.data[:, : first.trainable].requires_grad_()
         self._rows = {e.name: e.shaped(rows.data[:, e.start : e.stop]) for e in first.entries if not e.trainable}
@@ -57,13 +57,13 @@ class Rows:
             entry.name: torch.stack([dict(_named(net))[entry.name] for net in nets]) for entry, _ in first.counters
         }
         # In one piece, else `vmap` would move statistics in a copy of its own.
-        kept = {name: row.clone(memory_format=torch.contiguous_format) for name, row in self._rows.items()}
-        self._buffers = kept | self._counts
+        statistics = {name: row.clone(memory_format=torch.contiguous_format) for name, row in self._rows.items()}
+        self._buffers = statistics | self._counts
 
     def __call__(self, x: Tensor) -> list[Outputs]:
         """Outputs of each network for its own inputs, (networks, batch, …)."""
-        parts = self.weights.split([e.stop - e.start for e in self._trained], dim=1)
-        weights = {f"net.{e.name}": e.shaped(part) for e, part in zip(self._trained, parts, strict=True)}
+        parts = self.weights.split([e.stop - e.start for e in self._trainable], dim=1)
+        weights = {f"net.{e.name}": e.shaped(part) for e, part in zip(self._trainable, parts, strict=True)}
         buffers = {f"net.{name}": buffer for name, buffer in self._buffers.items()}
 
         def through(weights: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:

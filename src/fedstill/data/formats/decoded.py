@@ -55,6 +55,8 @@ class Decoded:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     tokenizer: str = ""  # of text: as JSON
+    original_size: str = ""  # of images that were resized: what their sizes were, in words
+    notes: tuple[str, ...] = ()  # what was done to the data that whoever reads results should know
 
 
 def is_images(x: Array) -> bool:
@@ -65,9 +67,12 @@ def is_images(x: Array) -> bool:
 def finish(decoded: Decoded, image_size: int) -> Decoded:
     """Bring images to the wanted size and take the training split's mean and standard deviation."""
     if image_size:
-        train = replace(decoded.train, x=resize(decoded.train.x, image_size))
+        before = decoded.train.x
+        train = replace(decoded.train, x=resize(before, image_size))
         test = replace(decoded.test, x=resize(decoded.test.x, image_size))
-        decoded = replace(decoded, train=train, test=test)
+        height, width = before.shape[1:3] if is_images(before) else before.shape[2:]
+        original = decoded.original_size if train.x is before else f"{width}x{height}"
+        decoded = replace(decoded, train=train, test=test, original_size=original)
     if is_images(decoded.train.x):
         mean, std = channel_statistics(decoded.train.x)
         decoded = replace(decoded, mean=mean, std=std)
@@ -143,4 +148,6 @@ def to_dataset(decoded: Decoded, name: str) -> Dataset:
         std=decoded.std,
         client_names=decoded.client_names,
         tokenizer=decoded.tokenizer,
+        original_size=decoded.original_size,
+        notes=decoded.notes,
     )

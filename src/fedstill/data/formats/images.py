@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from fedstill.core.errors import DataError, in_one_line
 from fedstill.data.formats.decoded import Array, Decoded, SourceFile, SplitArrays, hold_out, source_file
+from fedstill.data.formats.labels import class_order
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 GREY = ("1", "L", "LA")
 DEEP = ("I", "F")  # more than 8 bits; also I;16 and the like
+LARGEST = 256  # pixels of an image's longer side, unless image_size is set
+
+Picture = str | Path | bytes | Image.Image  # a file, the bytes of one, or what Pillow made of one
 
 
 @dataclass
@@ -36,6 +44,7 @@ class Tree:
     root: Path
     train: Labelled
     test: Labelled | None
+    notes: tuple[str, ...] = ()
 
     def files(self) -> list[SourceFile]:
         """Every image file."""
@@ -51,6 +60,7 @@ def folder(root: Path) -> Tree:
     `test` is optional everywhere.
     """
     test = by_class(root / "test") if (root / "test").is_dir() else None
+    notes: tuple[str, ...] = ()
     if (root / "clients").is_dir():
         owners: list[str] = []
         train = Labelled([], [], owners)
@@ -59,6 +69,7 @@ def folder(root: Path) -> Tree:
             train.files += mine.files
             train.labels += mine.labels
             owners += [client.name] * len(mine.files)
+            notes += () if mine.files else (f"no images of client {client.name}, which is left out",)
     elif (root / "train").is_dir():
         train = by_class(root / "train")
     else:
@@ -68,7 +79,7 @@ def folder(root: Path) -> Tree:
             f"{root}: no image files found in <class>/, train/<class>/ or clients/<client>/<class>/ "
             f"(for the files of a published dataset give its name, and this folder as data_dir)"
         )
-    return Tree(root, train, test)
+    return Tree(root, train, test, notes)
 
 
 def by_class(root: Path, inner: str = "") -> Labelled:
@@ -145,18 +156,6 @@ def image_files(root: Path) -> list[SourceFile]:
     return sorted(SourceFile(path, status.st_size, status.st_mtime_ns) for path, status in found)
 
 
-def class_order(names: Iterable[str]) -> list[str]:
-    """Sorted names; whole numbers sort by value, so that folder 10 comes after folder 9.
-
-    >>> class_order(["10", "9"]), class_order(["b", "a", "10"])
-    (['9', '10'], ['10', 'a', 'b'])
-    """
-    names = set(names)
-    if all(name.isascii() and name.isdigit() for name in names):
-        return sorted(names, key=lambda name: (int(name), name))
-    return sorted(names)
-
-
 def _rows(path: Path, columns: int) -> list[list[str]]:
     try:
         rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -170,10 +169,18 @@ def _rows(path: Path, columns: int) -> list[list[str]]:
 # --- pixels ---
 
 
-def decode(tree: Tree, image_size: int = 0, colour: bool = False, classes: Sequence[str] | None = None) -> Decoded:
+def decode(
+    tree: Tree,
+    image_size: int = 0,
+    colour: bool = False,
+    classes: Sequence[str] | None = None,
+    *,
+    any_size: bool = False,
+) -> Decoded:
     """Decode every file. Images are RGB, or one channel if all are grey and `colour` is not asked for.
 
-    With `image_size` they are resized while being read, so that large originals never fill the memory.
+    With `image_size` they are resized while being read, so that large originals never fill the memory. Of `any_size`:
+    without it they are brought to the most common size, and to no more than `LARGEST`.
     """
     names = class_order(tree.train.labels) if classes is None else list(classes)
     number = {name: index for index, name in enumerate(names)}
@@ -199,9 +206,9 @@ def decode(tree: Tree, image_size: int = 0, colour: bool = False, classes: Seque
         files = files + tree.test.files
         y = np.concatenate([y, numbered(tree.test)[0]])
     paths = [file.path for file in files]
-    size = (image_size, image_size) if image_size else _size(paths[0])
-    x_train, grey_train = _pixels([paths[i] for i in train_at], size, bool(image_size))
-    x_test, grey_test = _pixels([paths[i] for i in test_at], size, bool(image_size))
+    size, original = chosen_size(paths if any_size else paths[:1], image_size=image_size)
+    x_train, grey_train = pixels([paths[i] for i in train_at], size, resize=any_size or bool(image_size))
+    x_test, grey_test = pixels([paths[i] for i in test_at], size, resize=any_size or bool(image_size))
     if grey_train and grey_test and not colour:
         x_train, x_test = (np.ascontiguousarray(x[..., :1]) for x in (x_train, x_test))
     return Decoded(
@@ -209,36 +216,65 @@ def decode(tree: Tree, image_size: int = 0, colour: bool = False, classes: Seque
         SplitArrays(x_test, y[test_at], None if client is None or tree.test else client[test_at]),
         tuple(names),
         tuple(client_names),
+        original_size=original,
+        notes=tree.notes,
     )
 
 
-def _pixels(paths: list[str], size: tuple[int, int], resize: bool) -> tuple[Array, bool]:
+def chosen_size(*parts: Sequence[Picture], image_size: int = 0) -> tuple[tuple[int, int], str]:
+    """The height and width that images are brought to, and what their sizes are, in words; empty if all have that.
+
+    Without `image_size` it is the most common size, the larger of two as common, with a longer side of `LARGEST`
+    at most.
+    """
+    counted: Counter[tuple[int, int]] = Counter()
+    for pictures in parts:
+        counted.update(_in_threads(partial(_size, pictures), range(len(pictures))))
+    usual = max(counted, key=lambda size: (counted[size], size[0] * size[1], size))
+    if image_size:
+        height = width = image_size
+    else:
+        scale = min(1.0, LARGEST / max(usual))
+        height, width = (max(1, round(side * scale)) for side in usual)
+    if counted.keys() == {(height, width)}:
+        return (height, width), ""
+    shown = f"{usual[1]}x{usual[0]}"
+    return (height, width), shown if len(counted) == 1 else f"of {len(counted):,} sizes, mostly {shown},"
+
+
+def pixels(pictures: Sequence[Picture], size: tuple[int, int], *, resize: bool) -> tuple[Array, bool]:
     """Images as (N, H, W, 3), and whether all of them are grey."""
     height, width = size
-    x = np.empty((len(paths), height, width, 3), np.uint8)
+    x = np.empty((len(pictures), height, width, 3), np.uint8)
 
     def fill(index: int) -> bool:
-        image = opened(paths[index])
+        picture = pictures[index]
+        image = opened(picture)
         if resize:
             image = resized(image, width, height)
         if image.size != (width, height):
             raise DataError(
-                f"{paths[index]}: {image.width}x{image.height} pixels where others have {width}x{height}; "
+                f"{_name(picture)}: {image.width}x{image.height} pixels where others have {width}x{height}; "
                 f"set image_size to bring all to one size"
             )
-        pixels = np.asarray(image)
-        x[index] = pixels[..., None] if image.mode == "L" else pixels
+        values = np.asarray(image)
+        x[index] = values[..., None] if image.mode == "L" else values
         return image.mode == "L"
 
+    return x, all(_in_threads(fill, range(len(pictures))))
+
+
+def _in_threads(function: Callable[[int], Any], items: range) -> list[Any]:
     # Pillow releases the interpreter while it decodes, so threads share the work.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        grey = list(pool.map(fill, range(len(paths)), chunksize=64))
-    return x, all(grey)
+        return list(pool.map(function, items))
 
 
-def _size(path: str) -> tuple[int, int]:
-    image = opened(path)
-    return image.height, image.width
+def _size(pictures: Sequence[Picture], index: int) -> tuple[int, int]:
+    """Height and width of one of them, for which the beginning of a file is enough."""
+    picture = pictures[index]
+    with _refused(picture), _open(picture) as image:
+        return image.height, image.width
 
 
 def resized(image: Image.Image, width: int, height: int) -> Image.Image:
@@ -246,15 +282,29 @@ def resized(image: Image.Image, width: int, height: int) -> Image.Image:
     return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BILINEAR)
 
 
-def opened(file: str | Path | Image.Image) -> Image.Image:
-    """An image, of a file if one is named, with one channel or three of 8 bits."""
-    path = "an image" if isinstance(file, Image.Image) else str(file)
+def opened(picture: Picture) -> Image.Image:
+    """An image with one channel or three of 8 bits: colours of a palette looked up, transparency left out."""
+    with _refused(picture), _open(picture) as image:
+        if image.mode.startswith(DEEP):
+            raise DataError(f"{_name(picture)}: more than 8 bits per channel ({image.mode}); convert it to 8 bits")
+        return image.convert("L" if image.mode in GREY else "RGB")
+
+
+def _open(picture: Picture) -> AbstractContextManager[Image.Image]:
+    if isinstance(picture, Image.Image):
+        return nullcontext(picture)
+    return Image.open(io.BytesIO(picture) if isinstance(picture, bytes) else picture)
+
+
+def _name(picture: Picture) -> str:
+    return str(picture) if isinstance(picture, str | Path) else "an image"
+
+
+@contextmanager
+def _refused(picture: Picture) -> Iterator[None]:
     try:
-        with nullcontext(file) if isinstance(file, Image.Image) else Image.open(file) as image:
-            if image.mode.startswith(DEEP):
-                raise DataError(f"{path}: more than 8 bits per channel ({image.mode}); convert it to 8 bits")
-            return image.convert("L" if image.mode in GREY else "RGB")
+        yield
     except DataError:
         raise
     except Exception as error:  # Pillow raises of many kinds, MemoryError for a length that a file only claims
-        raise DataError(f"{path}: damaged, or not an image ({in_one_line(error)})") from error
+        raise DataError(f"{_name(picture)}: damaged, or not an image ({in_one_line(error)})") from error

@@ -1,4 +1,4 @@
-"""Text with labels: AG News' CSV, the Stanford Sentiment Treebank's trees, and CSV files that users bring.
+"""Text with labels: AG News' CSV, the Stanford Sentiment Treebank's trees, and tables that users bring.
 
 Texts are left as they stand in the file, HTML entities and the treebank's escapes included, but for AG News' line
 breaks and tags and the treebank's brackets.
@@ -6,19 +6,22 @@ breaks and tags and the treebank's brackets.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
+import io
+import json
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedstill.core.errors import DataError
+from fedstill.core.errors import DataError, in_one_line
 from fedstill.data.formats.arrays import decode as decode_arrays
 from fedstill.data.formats.decoded import Array, Decoded, SplitArrays
 
@@ -31,7 +34,18 @@ _BRACKETS = {"-LRB-": "(", "-RRB-": ")"}  # as the Penn Treebank writes them
 _MARKUP = re.compile(r"\\|<[^>]{0,200}>")  # AG News writes a line break as a backslash, and has some HTML left
 _SHOWN = 20  # names of columns in an error
 _LONGEST_LINE = 2**27  # characters; a small .gz can unpack to one without end
-_LONGEST = 2**31 - 1  # characters of a field; Python's csv stops at 131,072 by default
+LONGEST = 2**31 - 1  # characters of a field; Python's csv stops at 131,072 by default
+
+
+SUFFIXES = (".csv", ".tsv", ".jsonl")  # of tables of text, each also with .gz
+SEPARATORS = (",", ";", "\t", "|")
+_MARKS = {  # the first bytes of a file that says how it is encoded; those of UTF-32 begin with those of UTF-16
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,10 @@ class Corpus:
     test_labels: Array | None = None
     classes: tuple[str, ...] | None = None  # None: the labels themselves
     client: Array | None = None  # the owner of each text
+    test_client: Array | None = None
+    notes: tuple[str, ...] = ()
+    tokenizer: str = ""  # as JSON, where texts come with tokens of their own
+    length: int = 0  # tokens of a text, where all have as many
 
     def divided(self, where: str) -> tuple[Decoded, list[str], list[str]]:
         """Labels and owners, and the training and the test texts they belong to."""
@@ -51,11 +69,13 @@ class Corpus:
         if self.labels is None:
             # The test part is never looked at, but nothing at all could not be kept.
             part, one = (SplitArrays(r, np.zeros(len(r), np.int64)) for r in (rows, rows[:1]))
-            return Decoded(part, one, ("",)), self.texts, self.texts[:1]
+            return Decoded(part, one, ("",), notes=self.notes), self.texts, self.texts[:1]
         given: dict[str, Array | None] = {"x": rows, "y": self.labels, "client": self.client}
         if self.test_texts is not None:
             given |= {"x_test": np.arange(len(self.test_texts))[:, None], "y_test": self.test_labels}
-        found = decode_arrays({name: a for name, a in given.items() if a is not None}, self.classes, where)
+            given |= {"client_test": self.test_client}
+        found = decode_arrays({name: a for name, a in given.items() if a is not None}, self.classes, where, tokens=True)
+        found = replace(found, notes=self.notes)
         held_out = self.texts if self.test_texts is None else self.test_texts
         return found, [self.texts[i] for i in found.train.x[:, 0]], [held_out[i] for i in found.test.x[:, 0]]
 
@@ -63,10 +83,10 @@ class Corpus:
 def is_table(name: str) -> bool:
     """Whether a file is a table of text.
 
-    >>> is_table("reviews.CSV"), is_table("reviews.csv.gz"), is_table("reviews.npz")
+    >>> is_table("reviews.CSV"), is_table("reviews.tsv.gz"), is_table("reviews.npz")
     (True, True, False)
     """
-    return name.lower().endswith((".csv", ".csv.gz"))
+    return name.lower().removesuffix(".gz").endswith(SUFFIXES)
 
 
 def ag_news(paths: Sequence[Path]) -> Corpus:
@@ -85,42 +105,118 @@ def sst5(paths: Sequence[Path]) -> Corpus:
     return Corpus(texts, labels, test_texts, test_labels, SST5)
 
 
-def read_csv(path: Path, *, labelled: bool = True) -> Corpus:
-    """A table with a header: `text`, `label`, and perhaps `client`; not `labelled`: the texts alone count."""
-    rows = _rows(path)
-    header = [name.strip().lower() for name in next(rows, (0, []))[1]]
-    _check_header(path, header, ("text", "label") if labelled else ("text",))
-    places = {name: place for place, name in enumerate(header) if name in ("text", "label", "client")}
-    columns: dict[str, list[str]] = {name: [] for name in places}
+@dataclass(frozen=True)
+class Columns:
+    """What the columns of a table of text are called; empty: text, label, and client if there is one."""
+
+    text: str = ""
+    label: str = ""
+    client: str = ""
+
+
+def read_table(path: Path, columns: Columns | None = None, *, labelled: bool = True) -> Corpus:
+    """A table of texts, their labels and perhaps their owners; not `labelled`: the texts alone count."""
+    wanted = columns or Columns()
+    names, rows = _json_table(path) if _plain_suffix(path) == ".jsonl" else _delimited_table(path)
+    places = {"text": _place(path, names, "text", wanted.text)}
+    if labelled:
+        places["label"] = _place(path, names, "label", wanted.label)
+        if wanted.client or "client" in map(str.lower, names):
+            places["client"] = _place(path, names, "client", wanted.client)
+    found: dict[str, list[str]] = {name: [] for name in places}
     for line, row in rows:
-        if len(row) != len(header):
-            raise DataError(f"{path}, line {line}: {len(row)} fields, not {len(header)}")
+        if len(row) != len(names):
+            raise DataError(f"{path}, line {line}: {len(row)} fields, not {len(names)}")
         for name, place in places.items():
-            columns[name].append(row[place] if name == "text" else row[place].strip())
-            if labelled and name != "text" and not columns[name][-1]:
-                raise DataError(f"{path}, line {line}: its {name} is empty")
-    texts = columns["text"]
-    if not texts:
+            found[name].append(row[place] if name == "text" else row[place].strip())
+            if name != "text" and not found[name][-1]:
+                raise DataError(f"{path}, line {line}: its {names[place]} is empty")
+    if not found["text"]:
         raise DataError(f"{path}: no texts")
     if not labelled:
-        return Corpus(texts, None)
-    if len(set(columns["label"])) == 1:
-        raise DataError(f"{path}: all labels are {columns['label'][0]!r}; two classes are the fewest to tell apart")
-    client = np.array(columns["client"]) if "client" in columns else None
-    return Corpus(texts, np.array(columns["label"]), client=client)
+        return Corpus(found["text"], None, notes=_encoding_notes(path))
+    client = np.array(found["client"]) if "client" in found else None
+    return Corpus(found["text"], np.array(found["label"]), client=client, notes=_encoding_notes(path))
 
 
-def _check_header(path: Path, header: list[str], needed: Sequence[str]) -> None:
-    for name, times in Counter(header).items():
-        if times > 1:
-            raise DataError(f"{path}: two columns are called {name!r}")
-    if lacking := [name for name in needed if name not in header]:
-        further = len(header) - _SHOWN
-        found = " ".join(", ".join(header[:_SHOWN]).split())[:400]  # a quoted name may have lines
-        found = found + (f" and {further:,} more" if further > 0 else "") or "nothing"
-        other = next((mark for mark in (";", "\t", "|") if len(header) == 1 and mark in header[0]), "")
-        hint = f"; columns are separated by commas, and here it seems by {other!r}" if other else ""
-        raise DataError(f"{path}: no column {lacking[0]!r}; its first line, which names the columns, has {found}{hint}")
+def header(path: Path) -> list[str]:
+    """The names of a table's columns."""
+    return (_json_table(path) if _plain_suffix(path) == ".jsonl" else _delimited_table(path))[0]
+
+
+def _place(path: Path, header: list[str], role: str, name: str) -> int:
+    """Where a column stands: the one that is named, else the one called by its role; the case counts if it must."""
+    wanted = name or role
+    places = [place for place, found in enumerate(header) if name and found == name]
+    places = places or [place for place, found in enumerate(header) if found.lower() == wanted.lower()]
+    if len(places) > 1:
+        raise DataError(f"{path}: two columns are called {wanted!r}")
+    if places:
+        return places[0]
+    further = len(header) - _SHOWN
+    shown = " ".join(", ".join(header[:_SHOWN]).split())[:400]  # a quoted name may have lines
+    shown = shown + (f" and {further:,} more" if further > 0 else "") or "nothing"
+    raise DataError(
+        f"{path}: no column {wanted!r}; its first line, which names the columns, has {shown}; name the one of the "
+        f"{role}s with {role}_column (--{role}-column)"
+        + ("; if this is a table of features, name the label with target (--target)" if role != "client" else "")
+    )
+
+
+def _json_table(path: Path) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
+    """JSON lines as a table: an object a line, whose first names the columns."""
+
+    def objects() -> Iterator[tuple[int, dict[str, Any]]]:
+        for number, line in enumerate(lines(path), 1):
+            if line.strip():
+                try:
+                    found = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise DataError(f"{path}, line {number}: not JSON ({in_one_line(error)})") from error
+                if not isinstance(found, dict):
+                    raise DataError(f'{path}, line {number}: not an object with names, as {{"text": …}}')
+                yield number, found
+
+    header = list(next(objects(), (0, {}))[1])
+
+    def rows() -> Iterator[tuple[int, list[str]]]:
+        for number, found in objects():
+            values = [found.get(name) for name in header]
+            if nested := next((name for name in header if isinstance(found.get(name), dict | list)), None):
+                raise DataError(f"{path}, line {number}: its {nested} is no text or number")
+            yield number, ["" if value is None else str(value) for value in values]
+
+    return header, rows()
+
+
+def _delimited_table(path: Path) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
+    """The names of the columns, and the rows with the lines they begin in."""
+    separator = separator_of(path)
+    quoted = separator != "\t" or _is_quoted(path)
+    rows = _rows(path, separator, quoted=quoted)
+    return [name.strip() for name in next(rows, (0, []))[1]], rows
+
+
+def separator_of(path: Path) -> str:
+    """What separates columns: of the usual marks the one that the first line has most of, of a .tsv the tab."""
+    if _plain_suffix(path) == ".tsv":
+        return "\t"
+    first = next(lines(path), "")
+    return max(SEPARATORS, key=lambda mark: len(next(csv.reader([first], delimiter=mark), [])))
+
+
+def _is_quoted(path: Path) -> bool:
+    """Whether quotes enclose fields, as in CSV files; in many files that are separated by tabs they mean nothing."""
+    try:
+        widths = {len(row) for _, row in _rows(path, "\t")}
+    except DataError:
+        return False
+    return len(widths) == 1
+
+
+def _plain_suffix(path: Path) -> str:
+    """The suffix, without that of packing."""
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def parse_tree(tree: str) -> tuple[int, str]:
@@ -144,7 +240,7 @@ def parse_tree(tree: str) -> tuple[int, str]:
 
 def _trees(path: Path) -> tuple[list[str], Array]:
     found = []
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(lines(path), 1):
         if line.strip():
             try:
                 found.append(parse_tree(line))
@@ -174,10 +270,12 @@ def _numbers(path: Path, labels: list[int]) -> Array:
     return np.array(labels, np.int64)
 
 
-def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+def _rows(path: Path, separator: str = ",", *, quoted: bool = True) -> Iterator[tuple[int, list[str]]]:
     """Rows of a CSV file with the lines they begin in, empty ones left out."""
-    csv.field_size_limit(_LONGEST)
-    reader, line = csv.reader(_lines(path), strict=True), 1
+    csv.field_size_limit(LONGEST)
+    reader, line = csv.reader(lines(path), delimiter=separator, strict=True), 1
+    if not quoted:
+        reader = csv.reader(lines(path), delimiter=separator, quoting=csv.QUOTE_NONE)
     try:
         for row in reader:
             if row:
@@ -187,14 +285,45 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise DataError(f"{path}, line {line}: not CSV ({error})") from error
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """A file's lines, each with its end, unpacked if it is a .gz."""
-    opened: Any = gzip.open if path.suffix.lower() == ".gz" else open
+def lines(path: Path) -> Iterator[str]:
+    """A file's lines, each with its end, unpacked if it is a .gz, in whatever encoding it has."""
     try:
-        with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+        with _opened(path) as raw, io.TextIOWrapper(raw, encoding_of(path), newline="") as file:
             while line := file.readline(_LONGEST_LINE):
                 if len(line) == _LONGEST_LINE:
                     raise DataError(f"{path}: a line has more than {_LONGEST_LINE:,} characters")
+                if "\0" in line:
+                    raise DataError(f"{path}: not a file of text")
                 yield line
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+    except (OSError, EOFError, UnicodeError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read as text ({error})") from error
+
+
+def encoding_of(path: Path) -> str:
+    """How characters are written: as the file's first bytes say, else UTF-8 if it is, else Windows' or ISO's Latin."""
+    with _opened(path) as file:
+        start = file.read(4)
+        for mark, encoding in _MARKS.items():
+            if start.startswith(mark):
+                return encoding
+        decoders = {name: codecs.getincrementaldecoder(name)() for name in ("utf-8", "cp1252")}
+        while start and b"\0" not in start:  # which is no text, and may be without end
+            for name, decoder in list(decoders.items()):
+                try:
+                    decoder.decode(start)
+                except UnicodeDecodeError:
+                    del decoders[name]
+            start = file.read(1 << 20)
+    with suppress(UnicodeDecodeError, KeyError):
+        decoders["utf-8"].decode(b"", final=True)
+        return "utf-8"
+    return "cp1252" if "cp1252" in decoders else "latin-1"
+
+
+def _encoding_notes(path: Path) -> tuple[str, ...]:
+    encoding = encoding_of(path)
+    return (f"{path.name} is not UTF-8 and was read as {encoding}",) if encoding in ("cp1252", "latin-1") else ()
+
+
+def _opened(path: Path) -> Any:
+    return gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,9 +46,8 @@ class FLTrust(Vectorwise):
             for x, norm in zip(ends, lengths, strict=True)
         ]
         server.notes["trust"] = [round(value, 4) for value in trust]
-        if not sum(trust):
+        total = math.fsum(trust)
+        if not total:
             return start
-        factors = [
-            value / sum(trust) * length / norm if value else 0.0 for value, norm in zip(trust, lengths, strict=True)
-        ]
-        return start + combined(ends, factors) - sum(factors) * start
+        factors = [value / total * length / norm if value else 0.0 for value, norm in zip(trust, lengths, strict=True)]
+        return start + combined(ends, factors) - math.fsum(factors) * start

@@ -62,16 +62,16 @@ class Robust(Modifier):
             super().start(server)
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
-        defended = self.defended(server, list(uplinks))
+        defended = self.defend(server, list(uplinks))
         with self._trusted_sizes(server):
             super().aggregate(server, iter(defended))
 
-    def defended(self, server: Server, uplinks: list[Uplink]) -> list[Uplink]:
+    def defend(self, server: Server, uplinks: list[Uplink]) -> list[Uplink]:
         """What the inner method gets; `server.model` is still what was sent."""
         trusted = self._trusted(np.array([up.samples for up in uplinks], np.int64)).tolist()
-        return self.treated(server, [replace(up, samples=n) for up, n in zip(uplinks, trusted, strict=True)])
+        return self.apply_rule(server, [replace(up, samples=n) for up, n in zip(uplinks, trusted, strict=True)])
 
-    def treated(self, server: Server, uplinks: list[Uplink]) -> list[Uplink]:
+    def apply_rule(self, server: Server, uplinks: list[Uplink]) -> list[Uplink]:
         """The same of uplinks that count as they should."""
         raise NotImplementedError
 
@@ -94,7 +94,7 @@ class Robust(Modifier):
 class Replacing(Robust):
     """Every part of every uplink is replaced by one robust centre, so that any weighted mean of them is that one."""
 
-    def treated(self, server: Server, uplinks: list[Uplink]) -> list[Uplink]:
+    def apply_rule(self, server: Server, uplinks: list[Uplink]) -> list[Uplink]:
         return replaced(uplinks, lambda name, sent: self.centre(server, name, sent))
 
     def centre(self, server: Server, name: str, sent: list[Tensor]) -> Tensor:

@@ -59,16 +59,16 @@ class Krum(Selecting):
     paper: ClassVar[str] = "Blanchard et al. 2017"
     defends: ClassVar[frozenset[str]] = frozenset({"any", "selection"})
 
-    def treated(self, server: Server, uplinks: list[Uplink]) -> list[Uplink]:
+    def apply_rule(self, server: Server, uplinks: list[Uplink]) -> list[Uplink]:
         n, f = len(uplinks), self.withstood(server, len(uplinks))
         order = krum_scores(apart(server, uplinks), f).argsort(stable=True)
         chosen = sorted(order[: self.count(n, f)].tolist())
         server.notes["chosen"] = [uplinks[place].client for place in chosen]
         # A client is not chosen for its statistics: all of them have the median.
-        trained, kept = server.task.trainable, [uplinks[place] for place in chosen]
+        trained, selection = server.task.trainable, [uplinks[place] for place in chosen]
         tail = statistics(server, "model", [up["model"] for up in uplinks]).to(server.model.dtype)
-        models = [torch.cat([up["model"][:trained], tail]) if len(tail) else up["model"] for up in kept]
-        return [replace(up, message=up.message | {"model": model}) for up, model in zip(kept, models, strict=True)]
+        models = [torch.cat([up["model"][:trained], tail]) if len(tail) else up["model"] for up in selection]
+        return [replace(up, message=up.message | {"model": model}) for up, model in zip(selection, models, strict=True)]
 
     def count(self, n: int, f: int) -> int:
         """How many clients count."""
@@ -100,7 +100,7 @@ class Bulyan(Selecting):
     paper: ClassVar[str] = "El Mhamdi et al. 2018"
     times: ClassVar[int] = 4
 
-    def treated(self, server: Server, uplinks: list[Uplink]) -> list[Uplink]:
+    def apply_rule(self, server: Server, uplinks: list[Uplink]) -> list[Uplink]:
         f, matrices = self.withstood(server, len(uplinks)), apart(server, uplinks)
         left, chosen = list(range(len(uplinks))), list[int]()
         while len(chosen) < len(uplinks) - 2 * f:

@@ -6,6 +6,7 @@ part is treated by itself, and BatchNorm's statistics are the median of those se
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -53,7 +54,7 @@ class NormClip(Robust):
                 "+median or +multi-krum"
             )
 
-    def treated(self, server: Server, uplinks: list[Uplink]) -> list[Uplink]:
+    def apply_rule(self, server: Server, uplinks: list[Uplink]) -> list[Uplink]:
         messages: list[Message] = [{} for _ in uplinks]
         for name, like in uplinks[0].message.items():
             sent = [up[name].flatten() for up in uplinks]
@@ -98,7 +99,7 @@ class GeoMed(Vectorwise):
         v = columns(ends, median)
         for _ in range(self.iterations):
             weights = [1 / max(self.nu, distance) for distance in distances(ends, v)]
-            v = combined(ends, weights) / sum(weights)
+            v = combined(ends, weights) / math.fsum(weights)
         return v
 
 
@@ -124,6 +125,6 @@ class CenteredClip(Vectorwise):
             away = distances(ends, v)
             tau = (self.tau if name == "model" else 0) or float(np.median(away))
             factors = [min(1.0, tau / distance) if distance else 1.0 for distance in away]
-            v = v + (combined(ends, factors) - sum(factors) * v) / len(ends)
+            v = v + (combined(ends, factors) - math.fsum(factors) * v) / len(ends)
         server.state[self.name] = before | {name: v - start}
         return v

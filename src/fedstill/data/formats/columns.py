@@ -1,0 +1,219 @@
+"""The columns of a table as a file or a DataFrame has them: numbers, or categories by their number."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedstill.core.errors import DataError, SettingError, in_one_line
+from fedstill.data.formats import text
+from fedstill.data.formats.decoded import Array
+from fedstill.data.preprocessing import category, floats
+from fedstill.data.statistics import LONGEST_CATEGORY, MOST_CATEGORIES
+
+_ROWS = 50_000  # of a CSV file at a time
+
+
+@dataclass
+class Categories:
+    """A column of categories: for each row the number of its category, -1 where it is missing."""
+
+    codes: Array
+    names: list[str]
+
+
+Columns = dict[str, Array | Categories]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The columns by what they are for."""
+
+    target: str
+    client: str
+    split: str
+    features: tuple[str, ...]
+    text: frozenset[str]  # columns that are no numbers, whatever they look like
+    numbers: frozenset[str]  # columns that must be
+    classes: tuple[str, ...]
+    declared: bool  # what a column is was decided elsewhere
+
+    @property
+    def all(self) -> list[str]:
+        return [name for name in (self.target, self.client, self.split, *self.features) if name]
+
+
+def header(path: Path) -> list[str]:
+    """The names of a file's columns."""
+    if path.suffix.lower() == ".parquet":
+        with _parquet(path) as file:
+            return [str(name) for name in file.schema_arrow.names]
+    _, first = next(_numbered_rows(path, _separator(path)), (0, []))
+    return [name.strip() or f"column {number}" for number, name in enumerate(first, 1)]  # pandas' index has no name
+
+
+def from_csv(path: Path, roles: Roles) -> Columns:
+    as_text = set(roles.text)
+    while True:
+        try:
+            return _parsed(path, roles, as_text)
+        except _NotNumbers as found:  # a column whose first rows look like numbers
+            as_text.add(found.column)
+
+
+class _NotNumbers(Exception):
+    def __init__(self, column: str) -> None:
+        super().__init__(column)
+        self.column = column
+
+
+def _parsed(path: Path, roles: Roles, as_text: set[str]) -> Columns:
+    """The columns of a CSV file, a block of rows at a time: a whole file as strings would fill the memory."""
+    separator = _separator(path)
+    rows, names = _numbered_rows(path, separator), header(path)
+    next(rows, None)
+    at = {name: number for number, name in enumerate(names)}
+    place = {name: at[name] for name in roles.all}
+    blocks: dict[str, list[Array]] = {name: [] for name in place}
+    codes: dict[str, dict[str, int]] = {name: {} for name in as_text & place.keys()}
+    while block := list(islice(rows, _ROWS)):
+        if wrong := next(((line, row) for line, row in block if len(row) != len(names)), None):
+            raise DataError(f"{path}, line {wrong[0]}: {len(wrong[1])} fields, not {len(names)}")
+        cells = list(zip(*(row for _, row in block), strict=True))
+        for name, column in place.items():
+            values = cells[column]
+            if name not in codes and (numbers := _numbers(values, decimal_comma=separator == ";")) is not None:
+                blocks[name].append(numbers)
+                continue
+            if name in roles.numbers:
+                wrong_value = next(v for v in values if _numbers([v], decimal_comma=separator == ";") is None)
+                raise DataError(f"{path}: column {name!r} is numbers in this run, and one is {wrong_value[:40]!r}")
+            if name not in codes and blocks[name]:
+                raise _NotNumbers(name)
+            blocks[name].append(_coded(values, codes.setdefault(name, {})))
+            check_categories(str(path), name, codes[name], roles)
+    if not blocks[roles.all[0]]:
+        raise DataError(f"{path}: no rows")
+    found = {name: np.concatenate(parts) for name, parts in blocks.items()}
+    return {name: Categories(array, list(codes[name])) if name in codes else array for name, array in found.items()}
+
+
+def _numbers(values: Sequence[str], *, decimal_comma: bool) -> Array | None:
+    found = floats(values)
+    if found is None and decimal_comma:
+        found = floats([value.replace(",", ".") for value in values])
+    return found
+
+
+def _coded(values: Iterable[Any], codes: dict[str, int]) -> Array:
+    """The number of each value's category, in the order in which they first occur; -1 where it is missing."""
+    listed = list(values)
+    of_value = {}
+    for value in dict.fromkeys(listed):
+        name = category(value)
+        of_value[value] = codes.setdefault(name, len(codes)) if name else -1
+    return np.fromiter((of_value[value] for value in listed), np.int64, len(listed))
+
+
+def _numbered_rows(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
+    """Rows with the lines they begin in, empty ones left out."""
+    csv.field_size_limit(text.LONGEST)
+    reader, line = csv.reader(text.lines(path), strict=True, delimiter=separator, skipinitialspace=True), 1
+    try:
+        for row in reader:
+            if row:
+                yield line, row
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{path}, line {line}: not CSV ({error})") from error
+
+
+def _separator(path: Path) -> str:
+    """What separates columns: a tab in .tsv files, else what the first line has most of."""
+    if ".tsv" in path.name.lower():
+        return "\t"
+    first = next((line for line in text.lines(path) if line.strip()), "")
+    return max((",", ";", "\t", "|"), key=first.count)
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """An open parquet file. Whatever the library raises about it, of many kinds, is one error."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise SettingError("parquet files need the pyarrow library: pip install 'fedstill[tables]'") from error
+    try:
+        with ParquetFile(path) as file:
+            yield file
+    except Exception as error:
+        raise DataError(f"{path}: not a parquet file that can be read ({in_one_line(error)})") from error
+
+
+def from_parquet(path: Path, roles: Roles) -> Columns:
+    """The columns of a parquet file."""
+    from pyarrow import types
+
+    found: dict[str, Any] = {}
+    with _parquet(path) as file:
+        table = file.read(columns=roles.all)
+        for name in roles.all:
+            column = table.column(name)
+            if types.is_dictionary(column.type):
+                column = column.cast(column.type.value_type)
+            if types.is_decimal(column.type):
+                column = column.cast("float64")
+            found[name] = column.to_numpy()
+    return from_values(found, roles.text, str(path))
+
+
+def from_values(given: Mapping[str, Any], as_text: Iterable[str], where: str = "table") -> Columns:
+    found: Columns = {}
+    if len({len(values) for values in given.values()}) > 1:
+        raise DataError(f"{where}: columns differ in length")
+    for name, values in given.items():
+        array = values.to_numpy() if hasattr(values, "to_numpy") else np.asarray(values)
+        if array.ndim != 1:
+            raise DataError(f"{where}: column {name!r} is no list of values")
+        if array.dtype.kind in "mM":
+            raise DataError(f"{where}: column {name!r} is dates or times; make numbers of them, or drop it")
+        listed = array.tolist() if array.dtype.kind not in "iuf" or name in as_text else array
+        numbers = None if name in as_text or array.dtype.kind == "b" else _plain_numbers(listed)
+        if numbers is not None:
+            found[name] = numbers
+        else:
+            codes: dict[str, int] = {}
+            try:
+                found[name] = Categories(_coded(listed, codes), list(codes))
+            except TypeError as error:
+                raise DataError(f"{where}: column {name!r} holds what is neither number nor text") from error
+    return found
+
+
+def _plain_numbers(values: Any) -> Array | None:
+    """Values as numbers; None where they are text or truth values."""
+    if not isinstance(values, np.ndarray) and any(isinstance(value, bool) for value in values):
+        return None
+    return floats(values)
+
+
+def check_categories(where: str, name: str, names: Iterable[str], roles: Roles) -> None:
+    listed = list(names)
+    if name in roles.features and len(listed) > MOST_CATEGORIES:
+        raise no_categories(where, name, f"more than {MOST_CATEGORIES} different ones")
+    if name in roles.features and len(listed[-1] if listed else "") > LONGEST_CATEGORY:
+        raise no_categories(where, name, f"some of more than {LONGEST_CATEGORY} characters")
+
+
+def no_categories(where: str, name: str, what: str) -> DataError:
+    return DataError(
+        f"{where}: the values of column {name!r} are no categories, but {what}; leave the column out with "
+        f"drop_columns = [{name!r}]"
+    )

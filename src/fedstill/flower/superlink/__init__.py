@@ -1,0 +1,12 @@
+"""The SuperLink's process: Flower's server behind a guard that bounds what a stranger, or a known site, can take of it.
+
+`python -m fedstill.flower.superlink` runs it, and should not wait for PyTorch: nothing else of fedstill is imported
+here. Like `private`, it uses what Flower 1.41 does not promise to keep.
+"""
+
+SECRET_HEADER = "x-fedstill"
+KEYS_PATH = "/fedstill/keys"  # where the server states the keys that are let in from now on
+MOST_OBJECTS = 10_000  # in one answer; each costs a request
+OVERHEAD = 1 << 16  # bytes of an answer that are Flower's own
+REFUSED = 413
+"""The code of the error by which the server learns that an answer was refused while it arrived."""

@@ -1,0 +1,76 @@
+"""Flower's SuperLink behind the guard; ends when the process that started it does."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+from fedstill.flower.superlink import OVERHEAD
+from fedstill.flower.superlink.connections import Connections, Door
+from fedstill.flower.superlink.guard import Guard
+from fedstill.flower.superlink.uploads import Uploads, only_answers
+
+
+def main() -> None:
+    """Take the settings from stdin, patch Flower, start it."""
+    settings = json.load(sys.stdin)
+    uploads = Uploads(settings["most_bytes"])
+    connections = Connections(settings["strangers"], settings["seconds"])
+
+    def watch() -> None:
+        while os.getppid() == settings["parent"]:
+            time.sleep(0.5)
+            with suppress(Exception):  # whatever it was, the next may succeed
+                uploads.sweep(time.time())
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    import uvicorn
+    from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+    from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
+    from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
+    from flwr.superlink import extensions
+    from flwr.superlink.servicer.fleet import fleet_handlers
+    from starlette.middleware import Middleware
+
+    def serve(*, host: str, port: int, **options: Any) -> None:
+        # uvloop accepts connections where none can be counted; a header must not say who a client is.
+        config = uvicorn.Config(host=host, port=port, loop="asyncio", proxy_headers=False, **options)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        places = {(family, address) for family, _, _, _, address in addresses}
+        uvicorn.Server(config).run(sockets=[Door(family, address, connections) for family, address in places])
+
+    guard = Middleware(
+        Guard,
+        secret=settings["secret"],
+        keys=frozenset(settings["keys"]),
+        uploads=uploads,
+        connections=connections,
+        # Larger arrays come in chunks; twice that leaves room for long JSON.
+        largest=min(2 * FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, uploads.limit + OVERHEAD),
+    )
+    for kind in (InMemoryLinkState, SqlLinkState):
+        uploads.bound(kind)
+    fleet_handlers.push_messages = only_answers(fleet_handlers.push_messages)
+    extensions.get_middleware = lambda: (guard,)  # the hook where Flower's paid extension adds its own
+    # uvicorn's line per request cannot be switched off: ten a second and site would fill the disk.
+    logging.getLogger("uvicorn.access").addFilter(lambda record: False)
+    flower = importlib.import_module("flwr.superlink.cli.flower_superlink")  # the name is a function's too
+    flower.__dict__["uvicorn"] = SimpleNamespace(run=serve)
+    flower.flower_superlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Who may ask the SuperLink for what, and how much at once."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import hmac
+import json
+from base64 import b64decode
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedstill.flower.superlink import KEYS_PATH, SECRET_HEADER
+from fedstill.flower.superlink.connections import Connections
+from fedstill.flower.superlink.uploads import Uploads
+
+_MOST_BODIES = 2  # of a site that are in memory at once; others wait on the wire
+_MOST_REQUESTS = 32  # of a site at once
+_SMALL = 1 << 16  # bytes of a body for which the signature of its connection's first request will do
+_MOST_METADATA = 2 << 20  # bytes of any body but an object's
+_STALL = 30.0  # seconds without a byte of a body
+
+
+@dataclass
+class Guard:
+    """Flower serves all its interfaces on one port, and the one that starts runs and adds keys asks for nothing.
+
+    Here sites reach the Fleet interface only, with a key that is known and bodies of bounded size (Flower reads a
+    body before it looks at the signature); everything else wants the secret that this process was given.
+    """
+
+    app: Callable[..., Any]
+    secret: str
+    keys: frozenset[str]
+    uploads: Uploads
+    connections: Connections
+    largest: int  # bytes of a body with an object
+
+    def __post_init__(self) -> None:
+        self._running: Counter[str] = Counter()
+        self._bodies: dict[str, asyncio.Semaphore] = {}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await (self.app(scope, receive, send) if scope["type"] == "lifespan" else send({"type": "websocket.close"}))
+            return
+        headers = {name.decode("latin1"): value.decode("latin1") for name, value in scope["headers"]}
+        client = tuple(scope["client"] or ("", 0))
+        if hmac.compare_digest(headers.get(SECRET_HEADER, "").encode(), self.secret.encode()):
+            self.connections.admit(client, "")
+            if scope["path"] != KEYS_PATH:
+                await self.app(scope, receive, send)
+                return
+            self.keys = frozenset(json.loads(await _body(receive)))
+            self.connections.close_all_but(self.keys)
+            await _respond(send, 204)
+            return
+        key, status = await self._refusal(scope["path"], headers, client)
+        if status:
+            await _respond(send, status)
+            return
+        self._running[key] += 1
+        try:
+            await self._pass_on(key, scope, self._unstalled(receive, client), send)
+        finally:
+            self._running[key] -= 1
+
+    async def _refusal(self, path: str, headers: Mapping[str, str], client: tuple[str, int]) -> tuple[str, int]:
+        """The key that a request is signed with, and a status if it is not let in."""
+        from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
+
+        key, length = headers.get(FLEET_HTTP_PUBLIC_KEY_HEADER.lower(), ""), headers.get("content-length", "")
+        if not path.startswith("/v1/fleet/") or path.endswith("/register-node"):
+            return key, 404
+        if key not in self.keys:
+            return key, 401
+        if not length.isdecimal() or "transfer-encoding" in headers:
+            return key, 411
+        if self.connections.owner(client) != key or int(length) > _SMALL:
+            if not await asyncio.to_thread(_signed, headers):
+                return key, 401
+            self.connections.admit(client, key)
+        if int(length) > (self.largest if path.endswith("/push-object") else _MOST_METADATA):
+            await asyncio.to_thread(self.uploads.refuse_newest, key)
+            return key, 413
+        return key, 503 if self._running[key] >= _MOST_REQUESTS else 0
+
+    async def _pass_on(self, key: str, scope: Any, receive: Any, send: Any) -> None:
+        if "/push-" not in scope["path"]:
+            await self.app(scope, receive, send)
+            return
+        async with self._bodies.setdefault(key, asyncio.Semaphore(_MOST_BODIES)):
+            await self.app(scope, receive, send)
+
+    def _unstalled(self, receive: Any, client: tuple[str, int]) -> Any:
+        """A body of which nothing comes for a while ends the connection."""
+        more = True
+
+        async def received() -> Any:
+            nonlocal more
+            if not more:
+                return await receive()
+            try:
+                async with asyncio.timeout(_STALL):
+                    message = await receive()
+            except TimeoutError:
+                self.connections.close(client)
+                return {"type": "http.disconnect"}
+            more = message.get("more_body", False)
+            return message
+
+        return received
+
+
+async def _body(receive: Any) -> bytes:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    return body
+
+
+async def _respond(send: Any, status: int) -> None:
+    end = [(b"connection", b"close")] if status == 204 else [(b"content-length", b"0"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": end})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _signed(headers: Mapping[str, str]) -> bool:
+    """Whether the head of a request is signed by its key, and just now; Flower checks only what has arrived whole."""
+    from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
+    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+    from flwr.supercore.date import now
+    from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
+
+    try:
+        key, signature = (
+            b64decode(headers[name.lower()], validate=True)
+            for name in (FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER)
+        )
+        stamp = headers[TIMESTAMP_HEADER.lower()]
+        age = (now() - datetime.datetime.fromisoformat(stamp)).total_seconds()
+        if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
+            return False
+        return bool(verify_signature(bytes_to_public_key(key), stamp.encode("ascii"), signature))
+    except (KeyError, ValueError, TypeError):
+        return False

@@ -324,7 +324,12 @@ def test_a_sound_run_is_called_sound(undisturbed: Path, interrupted: Path) -> No
         assert "1 of 1 runs are sound" in answer.out
 
 
-@pytest.mark.parametrize("harm", [lambda p: cut(p, 0.5), lambda p: p.unlink()], ids=["cut off", "deleted"])
+def halve(path: Path) -> None:
+    cut(path, 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", [halve, Path.unlink], ids=["cut off", "deleted"])
 def test_every_file_that_counts_is_verified(undisturbed: Path, tmp_path: Path, harm: Callable[[Path], None]) -> None:
     unchecked = []
     for number, name in enumerate(files_of(undisturbed)):
@@ -334,6 +339,8 @@ def test_every_file_that_counts_is_verified(undisturbed: Path, tmp_path: Path, h
             unchecked.append(name)
         shutil.rmtree(path)
     needless = {name for name in unchecked if name.endswith(".2.safetensors")}  # the checkpoints are of rounds 3 and 4
+    if harm is Path.unlink:
+        needless.add("checkpoints/round-000003.safetensors")  # a spare, which a run may also lack after a rollback
     assert set(unchecked) <= {"checkpoints/lock", "curves.png", "log.txt", *needless}
 
 

@@ -59,9 +59,7 @@ def _checkpoints(directory: RunDirectory) -> Iterator[Check]:
         yield checked(f"checkpoint of round {round_} and all it stands on", read)
     if records and not rounds:
         yield Check("checkpoints", "none, though rounds are done; the run cannot go on", sound=False)
-    elif (
-        rounds and records and _is_finished(directory.path) and rounds[-1] != (last := max(r["round"] for r in records))
-    ):
+    elif records and _is_finished(directory.path) and rounds[-1] != (last := max(r["round"] for r in records)):
         yield Check("checkpoints", f"that of round {last} is missing, the last one of a finished run", sound=False)
     if rounds and directory.client_store.run:
         yield from _saved(directory, rounds[-1])

@@ -178,7 +178,15 @@ def test_objects_can_be_compared_and_without_a_folder_nothing_is_kept() -> None:
     data, net = fedstill.from_arrays(x.numpy(), y.numpy()), torch.nn.Linear(5, 3)
     settings: dict[str, Any] = {"clients": 3, "rounds": 2, "epochs": 1, "alpha": 5.0, "participation": 1.0}
     found = fedstill.compare(["fedavg", Mine()], data=data, model=net, sweep={"lr": [0.1, 0.5]}, **settings)
+    (overview,) = found.overview()
+    assert [row[:2] for row in overview.rows] == [
+        ("lr = 0.1", "fedavg"),
+        ("", "mine"),
+        ("lr = 0.5", "fedavg"),
+        ("", "mine"),
+    ]
     table = found.frame()
+    assert list(overview.frame()["final_accuracy"]) == list(table["final_accuracy"])
     assert list(table["method"]) == ["fedavg", "mine"] * 2
     assert list(table["lr"]) == [0.1, 0.1, 0.5, 0.5]
     assert table["final_accuracy"][0] == table["final_accuracy"][1], "it is FedAvg"
@@ -188,6 +196,24 @@ def test_objects_can_be_compared_and_without_a_folder_nothing_is_kept() -> None:
     assert folder.exists()
     del found
     assert not folder.exists()
+
+
+def hit(labels: Any, probabilities: Any) -> float:
+    return float((probabilities.argmax(1) == labels).mean())
+
+
+@pytest.mark.slow
+def test_a_comparison_has_the_metrics_it_was_given_and_goes_on_with_them(tmp_path: Path) -> None:
+    def compared() -> fedstill.Comparison:
+        return fedstill.compare(["fedavg", "fedprox"], metrics=["auroc", hit], out=tmp_path / "c", jobs=1, **TINY)
+
+    found = compared()
+    (table,) = found.metrics()
+    numbers = table.frame()
+    assert list(numbers["metric"]) == ["auroc", "hit"] * 2
+    finals = found.frame()["final_accuracy"]
+    assert list(numbers["test set"][1::2]) == pytest.approx(list(finals)), "the share that is right is the accuracy"
+    assert compared().metrics()[0].rows == table.rows, "finished runs are used again"
 
 
 @pytest.mark.parametrize(

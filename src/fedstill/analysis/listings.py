@@ -94,8 +94,8 @@ def method_settings(name: str) -> Table:
 def list_settings(name: str | None = None) -> Table:
     """Every setting of a run, or one: meaning, default and bounds.
 
-    >>> list_settings("lr").rows
-    [('lr', '0.05', 'above 0', 'local learning rate; default on text, if optimizer is not set: 0.001')]
+    >>> list_settings("epochs").rows[0][:3]
+    ('epochs', '5', 'at least 1')
     """
     if name is not None and name not in Config.model_fields:
         raise unknown_setting(name, Config.model_fields)

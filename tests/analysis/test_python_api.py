@@ -141,7 +141,7 @@ def test_a_result_draws_and_reports_itself(result: fedstill.Result, tmp_path: Pa
         result.plot("colour")
     page = result.report(tmp_path / "report.html").read_text()
     assert f"{100 * result.summary['final_accuracy']:.2f} %" in page
-    assert page.count("<figure>") == 2
+    assert page.count("<figure data-chart=") == 2
 
 
 # --- comparisons ---

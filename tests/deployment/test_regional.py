@@ -56,7 +56,7 @@ def test_regions_come_to_the_bits_of_a_run_on_one_machine(
 
 @pytest.mark.slow
 def test_regions_pass_on_what_their_sites_count_by_class_and_how_classes_count(tmp_path: Path) -> None:
-    names = fedstill.load("fashion-mini").classes
+    names = fedstill.load_dataset("fashion-mini").classes
     settings: dict[str, Any] = {"metrics": ["balanced_accuracy", "macro_f1"], "max_share": 1.0}
     settings |= {"class_weight": {name: 1.0 + i for i, name in enumerate(names)}}
     there = served(World(tmp_path), tmp_path / "served", "fedavg+f2l", **settings)

@@ -126,7 +126,7 @@ def test_sites_train_with_the_weights_of_a_run_on_one_machine(tmp_path: Path, we
     settings = TINY | {"imbalance_factor": 10.0, "class_weight": weight}
     policies: dict[str, Any] = {}
     if weight == "numbers":  # for which no site has to tell anything
-        names = fedstill.load("fashion-mini").classes
+        names = fedstill.load_dataset("fashion-mini").classes
         settings["class_weight"] = {name: 1.0 + i for i, name in enumerate(names)}
         policies = dict.fromkeys(NAMES, Policy(deny=(Kind.CLASS_COUNTS,)))
     served(Agreeing(tmp_path, **policies), tmp_path / "served", **settings)

@@ -164,7 +164,7 @@ def test_statistics_need_consent_and_a_declared_table_needs_none(tmp_path: Path)
     columns = [{"name": "age", "mean": 50.0, "std": 10.0, "missing": True}, {"name": "ward", "categories": ["a", "b"]}]
     wire = Hospitals(tmp_path / "sites", Policy())
     served(wire, tmp_path / "declared", data=str(server), columns=columns)
-    assert {request["kind"] for _, request, _ in wire.answers if request} == {"Train", "Score"}
+    assert {request["kind"] for _, request, _ in wire.answers if request} == {"Train", "Score", "Finish"}
     assert of_run(tmp_path / "declared")[0]["mean"] == 50.0
 
 

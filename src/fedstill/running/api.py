@@ -44,11 +44,13 @@ from fedstill.running.result import Result
 
 log = logging.getLogger(__name__)
 
+NOT_GIVEN: Any = type("NotGiven", (), {"__repr__": lambda _: "<not given>"})()
+
 
 def run(
     method: str | Method | Config = "fedavg",
     *,
-    data: Any = None,
+    data: Any = NOT_GIVEN,
     model: str | Network | None = None,
     proxy: Any = None,
     metrics: str | Sequence[str | Function] | None = None,
@@ -72,8 +74,8 @@ def run(
     >>> result.summary["rounds"]
     1
     """
-    objects = {"data": data, "model": model, "proxy": proxy, "metrics": metrics}
-    config, own = configure(method, objects, dict(settings))
+    data = None if data is NOT_GIVEN else as_data(data)  # a loader that returns None is a mistake, not the default
+    config, own = configure(method, {"data": data, "model": model, "proxy": proxy, "metrics": metrics}, dict(settings))
     if in_notebook() if progress is None else progress:
         callbacks = [Progress(), *callbacks]
     if out is not None:

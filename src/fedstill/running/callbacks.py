@@ -155,6 +155,8 @@ class Callbacks:
     """The callbacks of one run, in their order."""
 
     def __init__(self, callbacks: Sequence[Callback], run: RunView) -> None:
+        if not isinstance(callbacks, Sequence):
+            raise SettingError(f"callbacks is {callbacks!r:.60}; give a list of them, as callbacks=[EarlyStopping()]")
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 hint = f"; write {callback.__name__}()" if isinstance(callback, type) else ""

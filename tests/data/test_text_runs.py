@@ -163,7 +163,7 @@ def test_a_dry_run_asks_nothing_of_the_hub_and_shows_how_text_is_trained(monkeyp
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("it went to the network"))
     answer = commandline.fedstill("run", "fedavg", "--data", "glosses-mini", "--model", "distilbert", "--dry-run")
     assert answer.code == 0, answer
-    assert 'optimizer = "adam"\nlr = 0.001\n' in answer.out
+    assert {'optimizer = "adam"', "lr = 0.001"} <= set(answer.out.splitlines())
 
 
 def test_help_names_what_text_takes() -> None:
@@ -172,11 +172,10 @@ def test_help_names_what_text_takes() -> None:
         assert word in said
 
 
-def test_the_list_of_methods_says_which_do_not_take_text() -> None:
-    answer = commandline.fedstill("methods", "--data", "glosses-mini", "--model", "bag", "--set", "vocabulary=300")
-    assert answer.code == 0, answer
-    assert answer.out.count("not on these data") == len(PIXELS) + len(STEPS_OF_SGD)
-    assert answer.out.count("optimizer=sgd") == len(STEPS_OF_SGD), "what to set is said"
-    alone = commandline.fedstill("methods", "fedkf", "--data", "glosses-mini", "--model", "bag")
-    assert alone.code == 2
-    assert "its generator makes images" in alone.err
+@pytest.mark.slow
+def test_a_method_that_does_not_take_text_says_so_and_what_to_set() -> None:
+    text = ("--data", "glosses-mini", "--model", "bag", "--set", "vocabulary=300")
+    refused = {name: commandline.fedstill("methods", name, *text) for name in (*PIXELS, *STEPS_OF_SGD)}
+    assert {answer.code for answer in refused.values()} == {2}
+    assert all("optimizer=sgd" in refused[name].err for name in STEPS_OF_SGD)
+    assert "its generator makes images" in refused["fedkf"].err

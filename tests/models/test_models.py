@@ -16,7 +16,7 @@ from fedstill import models
 from fedstill.core.errors import SettingError
 from fedstill.models import Classifier, as_classifier
 
-OF_IMAGES = [name for name in models.names() if name not in ("bag", "distilbert", "transformer")]
+OF_IMAGES = [name for name in models.names() if name not in ("bag", "distilbert", "lstm", "transformer")]
 RGB, GREY = (3, 32, 32), (1, 32, 32)
 CODED = [("resnet18", 512), ("shufflenetv2", 1024)]
 

@@ -216,12 +216,6 @@ def test_tsne_marks_every_class_and_many_classes_differ_in_colour_or_marker() ->
     assert len({(style.colour(i), style.marker(i)) for i in range(100)}) == 100
 
 
-def test_tsne_without_scikit_learn_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
-    with pytest.raises(SettingError, match=r"fedstill\[figures\]"):
-        tsne({"m": (np.zeros((10, 2)), np.zeros(10, int))}, io.BytesIO(), classes=("x",))
-
-
 def test_landscapes_share_one_scale_and_put_direction_1_to_the_right() -> None:
     steps = np.linspace(-1, 1, 5)
     rising = np.tile(np.exp(steps)[:, None], (1, 5))  # grows along direction 1, the first axis

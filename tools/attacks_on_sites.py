@@ -118,7 +118,7 @@ def cache_of_others(folder: Path) -> Outcome:
     before = os.umask(0o022)
     try:
         with patch.dict(os.environ, FEDSTILL_CACHE=str(folder / "cache")):
-            fedstill.load(str(folder / "mine.npz"))
+            fedstill.load_dataset(str(folder / "mine.npz"))
             safe, found = modes(folder / "cache")
             cleared = command("cache", "--clear").code == 0 and not cache.entries()
     finally:

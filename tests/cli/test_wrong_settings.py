@@ -216,7 +216,7 @@ OWN_PARTS = {
         "from torch import nn\ndef net(shape, classes): return nn.Sequential(nn.Flatten())",
     ): "no trainable parameters",
     ("data", "def net(): raise OSError('no connection')"): "net failed: OSError: no connection (line 1)",
-    ("data", "def net(): return [1, 2]"): "returns is a list of 2; give",
+    ("data", "def net(): return [1, 2]"): "returns is a list of 2; give a name or path, a fedstill.Dataset or",
 }
 
 

@@ -162,7 +162,7 @@ def test_rows_are_read_by_column(tmp_path: Path, name: str, text: str, expected:
         ("a.csv", "x,y\n1\n", "line 2: 1 fields, not 2"),
         ("a.csv", "x,x\n1,2\n", "two columns are called 'x'"),
         ("a.csv", "", "no rows"),
-        ("a.csv", "x\n\xff", "cannot be read"),
+        ("a.csv", "x\na\0\n", "not a file of text"),
         ("a.jsonl", "[1]\n", "line 1: no JSON object"),
         ("a.jsonl", "{\n", "line 1: no JSON"),
     ],

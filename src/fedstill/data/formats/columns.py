@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ def header(path: Path) -> list[str]:
     if path.suffix.lower() == ".parquet":
         with _parquet(path) as file:
             return [str(name) for name in file.schema_arrow.names]
-    _, first = next(_numbered_rows(path, _separator(path)), (0, []))
+    _, first = next(text.csv_rows(path, _separator(path), strip=True), (0, []))
     return [name.strip() or f"column {number}" for number, name in enumerate(first, 1)]  # pandas' index has no name
 
 
@@ -77,7 +76,7 @@ class _NotNumbers(Exception):
 def _parsed(path: Path, roles: Roles, as_text: set[str]) -> Columns:
     """The columns of a CSV file, a block of rows at a time: a whole file as strings would fill the memory."""
     separator = _separator(path)
-    rows, names = _numbered_rows(path, separator), header(path)
+    rows, names = text.csv_rows(path, separator, strip=True), header(path)
     next(rows, None)
     at = {name: number for number, name in enumerate(names)}
     place = {name: at[name] for name in roles.all}
@@ -120,19 +119,6 @@ def _coded(values: Iterable[Any], codes: dict[str, int]) -> Array:
         name = category(value)
         of_value[value] = codes.setdefault(name, len(codes)) if name else -1
     return np.fromiter((of_value[value] for value in listed), np.int64, len(listed))
-
-
-def _numbered_rows(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """Rows with the lines they begin in, empty ones left out."""
-    csv.field_size_limit(text.LONGEST)
-    reader, line = csv.reader(text.lines(path), strict=True, delimiter=separator, skipinitialspace=True), 1
-    try:
-        for row in reader:
-            if row:
-                yield line, row
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise DataError(f"{path}, line {line}: not CSV ({error})") from error
 
 
 def _separator(path: Path) -> str:

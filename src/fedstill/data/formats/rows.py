@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
-import zlib
-from collections.abc import Iterable
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from fedstill.core.errors import DataError, in_one_line
+from fedstill.data.formats import text
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 Columns = dict[str, list[Any]]
@@ -27,15 +25,8 @@ def is_rows(path: Path) -> bool:
 
 def read_columns(path: Path) -> Columns:
     """The columns of a `.csv`, `.tsv` or `.jsonl` (each perhaps with `.gz`) or a `.parquet`, by name."""
-    try:
-        if _suffix(path) == ".parquet":
-            columns = _parquet(path)
-        else:
-            opened: Any = gzip.open if path.suffix.lower() == ".gz" else open
-            with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
-                columns = _jsonl(file, path) if _suffix(path) == ".jsonl" else _separated(file, path)
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read ({in_one_line(error)})") from error
+    read = {".parquet": _parquet, ".jsonl": _read_json}.get(_suffix(path), _read_separated)
+    columns = read(path)
     if not columns or not next(iter(columns.values())):
         raise DataError(f"{path}: no rows")
     return columns
@@ -45,33 +36,24 @@ def _suffix(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def _separated(lines: Iterable[str], path: Path) -> Columns:
-    """The first line names the columns; they are separated by tabs in a .tsv, else by commas or semicolons."""
-    text = iter(lines)
-    first = next(text, "")
-    marks = "\t" if _suffix(path) == ".tsv" else ",;\t"
-    csv.field_size_limit(2**31 - 1)
-    reader = csv.reader(_chain(first, text), delimiter=max(marks, key=first.count), strict=True)
-    header = [name.strip() for name in next(reader, [])]
-    if twice := next((name for name in header if header.count(name) > 1), None):
+def _read_separated(path: Path) -> Columns:
+    """In whatever encoding and with whatever separator training data may have."""
+    names, rows = text.named_rows(path)
+    if twice := next((name for name, times in Counter(names).items() if times > 1), None):
         raise DataError(f"{path}: two columns are called {twice!r}")
-    columns: Columns = {name: [] for name in header}
-    for row in reader:
-        if row and len(row) != len(header):
-            raise DataError(f"{path}, line {reader.line_num}: {len(row)} fields, not {len(header)}")
-        for name, value in zip(header, row, strict=False):
+    columns: Columns = {name: [] for name in names}
+    for line, row in rows:
+        if len(row) != len(names):
+            raise DataError(f"{path}, line {line}: {len(row)} fields, not {len(names)}")
+        for name, value in zip(names, row, strict=True):
             columns[name].append(value)
     return columns
 
 
-def _chain(first: str, rest: Iterable[str]) -> Iterable[str]:
-    yield first
-    yield from rest
-
-
-def _jsonl(lines: Iterable[str], path: Path) -> Columns:
+def _read_json(path: Path) -> Columns:
+    """Objects may lack some of the columns."""
     rows = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.lines(path), 1):
         if not line.strip():
             continue
         try:

@@ -117,7 +117,7 @@ class Columns:
 def read_table(path: Path, columns: Columns | None = None, *, labelled: bool = True) -> Corpus:
     """A table of texts, their labels and perhaps their owners; not `labelled`: the texts alone count."""
     wanted = columns or Columns()
-    names, rows = _json_table(path) if _plain_suffix(path) == ".jsonl" else _delimited_table(path)
+    names, rows = named_rows(path)
     places = {"text": _place(path, names, "text", wanted.text)}
     if labelled:
         places["label"] = _place(path, names, "label", wanted.label)
@@ -189,11 +189,16 @@ def _json_table(path: Path) -> tuple[list[str], Iterator[tuple[int, list[str]]]]
     return header, rows()
 
 
+def named_rows(path: Path) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
+    """The names of the columns of a `.csv`, `.tsv` or `.jsonl`, and the rows with the lines they begin in."""
+    return _json_table(path) if _plain_suffix(path) == ".jsonl" else _delimited_table(path)
+
+
 def _delimited_table(path: Path) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
     """The names of the columns, and the rows with the lines they begin in."""
     separator = separator_of(path)
     quoted = separator != "\t" or _is_quoted(path)
-    rows = _rows(path, separator, quoted=quoted)
+    rows = csv_rows(path, separator, quoted=quoted)
     return [name.strip() for name in next(rows, (0, []))[1]], rows
 
 
@@ -208,7 +213,7 @@ def separator_of(path: Path) -> str:
 def _is_quoted(path: Path) -> bool:
     """Whether quotes enclose fields, as in CSV files; in many files that are separated by tabs they mean nothing."""
     try:
-        widths = {len(row) for _, row in _rows(path, "\t")}
+        widths = {len(row) for _, row in csv_rows(path, "\t")}
     except DataError:
         return False
     return len(widths) == 1
@@ -254,7 +259,7 @@ def _titled(paths: Sequence[Path], classes: tuple[str, ...]) -> Corpus:
     for path in paths:
         texts, labels = [], []
         numbers = {str(number): number - 1 for number in range(1, len(classes) + 1)}
-        for line, row in _rows(path):
+        for line, row in csv_rows(path):
             if len(row) != 3 or row[0] not in numbers:
                 raise DataError(f"{path}, line {line}: not a class of 1 to {len(classes)}, a title and a description")
             texts.append(_MARKUP.sub(" ", f"{row[1]} {row[2]}"))
@@ -270,12 +275,15 @@ def _numbers(path: Path, labels: list[int]) -> Array:
     return np.array(labels, np.int64)
 
 
-def _rows(path: Path, separator: str = ",", *, quoted: bool = True) -> Iterator[tuple[int, list[str]]]:
-    """Rows of a CSV file with the lines they begin in, empty ones left out."""
+def csv_rows(
+    path: Path, separator: str = ",", *, quoted: bool = True, strip: bool = False
+) -> Iterator[tuple[int, list[str]]]:
+    """Rows of a CSV file with the lines they begin in, empty ones left out; `strip`: spaces after a separator go."""
     csv.field_size_limit(LONGEST)
-    reader, line = csv.reader(lines(path), delimiter=separator, strict=True), 1
+    reader = csv.reader(lines(path), delimiter=separator, strict=True, skipinitialspace=strip)
     if not quoted:
         reader = csv.reader(lines(path), delimiter=separator, quoting=csv.QUOTE_NONE)
+    line = 1
     try:
         for row in reader:
             if row:

@@ -145,6 +145,7 @@ def test_sites_get_the_final_model_and_one_that_came_for_a_single_run_ends(tmp_p
         trial.stop()
     for name in NAMES:
         assert "finished: the model is in" in trial.log(name)
+        assert f"{name} has the final model" in (trial.folder / "run/log.txt").read_text()
         ours, theirs = (load_file(trial.folder / f / "model.safetensors") for f in (f"site-{name}", "run"))
         assert all(torch.equal(ours[part], theirs[part]) for part in theirs)
 

@@ -34,6 +34,7 @@ _ANSWER = "answer"  # what the file of the last answer is sealed as
 _SESSION_SECONDS = 75.0  # seconds: Flower holds the place of a process that vanished for 60
 _MOST_TEXT = 128 << 20  # characters of a request's JSON, in which a tokenizer may have half of them
 _LONGEST = 30 * 24 * 3600.0  # seconds that any request may take
+_FETCH = 3.0  # seconds for the server to fetch the last answer: Flower drops that of a site that has left
 _BACKOFF = 2.0  # most seconds between two attempts to connect
 _LONG_BACKOFF = 60.0  # the same where somebody has to do something at the server first
 _EXPIRED = {9: "is not valid yet", 10: "has expired"}  # by OpenSSL's number of the error
@@ -81,6 +82,7 @@ def serve(
 
         def end_when_done() -> None:
             if done():
+                time.sleep(_FETCH)
                 raise _Stopped
 
         refused_since: float | None = None

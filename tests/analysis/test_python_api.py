@@ -327,7 +327,7 @@ def test_a_users_script_is_checked_by_its_types(tmp_path: Path) -> None:
         "fedstill.compare('fedavg', seeds='many')\n"
     )
     (tmp_path / "good.py").write_text(good)
-    words = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary"]  # from the root: `make check` filled its cache
+    words = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary"]  # `make check` has filled its cache
     scripts = [tmp_path / "good.py", tmp_path / "wrong.py"]
     done = subprocess.run([*words, *scripts], cwd=ROOT, capture_output=True, text=True, check=False)
     errors = re.findall(r"(\w+)\.py:(\d+): error", done.stdout)

@@ -1,6 +1,6 @@
 """Users' networks with 1x1 convolutions that a kernel for AVX2 computes outside its memory, each written another way.
 
-python tests/support/narrow_networks.py NAME      # trains it, and says "sound" where that ends
+python tests/support/narrow_networks.py NAME …    # names each and trains it, and says "sound" where all have ended
 """
 
 from __future__ import annotations
@@ -118,16 +118,18 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def main(name: str) -> None:
-    torch.set_num_threads(1)
+def train(name: str) -> None:
     rng = np.random.default_rng(0)
     data = fedstill.from_arrays(rng.random((64, 3, 32, 32), dtype=np.float32), rng.integers(0, 2, 64))
     method = WithCritic() if name == "module of a method" else "fedavg"
     fedstill.run(
         method, data=data, model=NETWORKS[name](), clients=2, rounds=1, engine="inline", epochs=2, batch_size=16
     )
-    print("sound")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    torch.set_num_threads(1)
+    for each in sys.argv[1:]:
+        print(each, flush=True)
+        train(each)
+    print("sound")

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -149,11 +150,20 @@ def load(
     if is_text(name):
         return _load_text(name, data_folder(data_dir), text or TextSettings(), progress)
     if name == "fashion-mini":
-        # Small enough to read every time, which spares the first run any trace on the disk.
-        return to_dataset(finish(arrays.read_npz(EMBEDDED), image_size), name)
+        return to_dataset(_embedded_images(image_size), name)
     if name in SOURCES:
         return _load_named(SOURCES[name], data_folder(data_dir), image_size, progress)
     return _load_path(existing_path(name), image_size)
+
+
+@lru_cache(maxsize=4)
+def _embedded_images(image_size: int) -> Decoded:
+    """Kept in memory: small enough, and spares the first run any trace on the disk."""
+    decoded = finish(arrays.read_npz(EMBEDDED), image_size)
+    for part in (decoded.train, decoded.test):
+        part.x.setflags(write=False)  # each dataset has a copy of its own
+        part.y.setflags(write=False)
+    return decoded
 
 
 def _load_path(path: Path, image_size: int) -> Dataset:

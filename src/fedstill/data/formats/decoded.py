@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fedstill.core.errors import DataError, SettingError
 from fedstill.core.seeds import numpy_rng
@@ -133,11 +134,13 @@ def hold_out(y: Array, client: Array | None = None) -> tuple[Array, Array]:
 def to_dataset(decoded: Decoded, name: str) -> Dataset:
     """Tensors that share the arrays' memory; images become (N, C, H, W) in channels-last memory."""
 
-    def split(part: SplitArrays) -> Split:
+    def tensor(array: Array) -> Tensor:
         # PyTorch shares only memory that it may write.
-        x = torch.from_numpy(part.x if part.x.flags.writeable else part.x.copy())
-        client = None if part.client is None else torch.from_numpy(part.client)
-        return Split(x.permute(0, 3, 1, 2) if is_images(part.x) else x, torch.from_numpy(part.y), client)
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+    def split(part: SplitArrays) -> Split:
+        x, client = tensor(part.x), None if part.client is None else tensor(part.client)
+        return Split(x.permute(0, 3, 1, 2) if is_images(part.x) else x, tensor(part.y), client)
 
     return Dataset(
         name=name,

@@ -181,20 +181,10 @@ def same_run(one: Path, other: Path) -> bool:
     return lines(one) == lines(other) and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_the_command_line_gives_the_same_bits_and_leaves_nothing(
+@pytest.mark.usefixtures("fleet")
+def test_the_command_line_gives_the_same_bits_also_after_ctrl_c_and_leaves_nothing(
     in_processes: Path, tmp_path: Path, scratch: Path
 ) -> None:
-    words = command(tmp_path, tmp_path / "run", engine="flower", workers=1, rounds=3)
-    variables = environment() | {"TMPDIR": str(scratch)}
-    ended = subprocess.run(words, env=variables, capture_output=True, text=True, check=True)
-    assert not any(word in ended.stdout + ended.stderr for word in ("ray", "Ray", "flwr", "WARNING", "Error"))
-    assert same_run(tmp_path / "run", in_processes)
-    assert not started_with(scratch)
-    assert not list(scratch.glob("fedstill-*"))
-
-
-@pytest.mark.usefixtures("fleet")
-def test_ctrl_c_ends_everything_and_the_run_goes_on_later(in_processes: Path, tmp_path: Path, scratch: Path) -> None:
     words = command(tmp_path, tmp_path / "run", engine="flower", workers=1, rounds=3)
     variables = environment() | {"TMPDIR": str(scratch)}
     process = start(*words, env=variables, stderr=subprocess.PIPE, text=True)
@@ -207,5 +197,9 @@ def test_ctrl_c_ends_everything_and_the_run_goes_on_later(in_processes: Path, tm
     assert "ray" not in told
     assert not started_with(scratch)
     assert not list(scratch.glob("fedstill-*"))
-    fedstill.resume(tmp_path / "run")
+    words = [sys.executable, "-m", "fedstill", "resume", str(tmp_path / "run")]
+    ended = subprocess.run(words, env=variables, capture_output=True, text=True, check=True)
+    assert not any(word in ended.stdout + ended.stderr for word in ("ray", "Ray", "flwr", "WARNING", "Error"))
     assert same_run(tmp_path / "run", in_processes)
+    assert not started_with(scratch)
+    assert not list(scratch.glob("fedstill-*"))

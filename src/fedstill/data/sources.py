@@ -159,9 +159,18 @@ def load(
 @lru_cache(maxsize=4)
 def _embedded_images(image_size: int) -> Decoded:
     """Kept in memory: small enough, and spares the first run any trace on the disk."""
-    decoded = finish(arrays.read_npz(EMBEDDED), image_size)
+    return _frozen(finish(arrays.read_npz(EMBEDDED), image_size))
+
+
+@lru_cache(maxsize=4)
+def _embedded_texts(settings: TextSettings) -> Decoded:
+    return _frozen(tokens.encoded(text.glosses(EMBEDDED_TEXT), "glosses-mini", settings))
+
+
+def _frozen(decoded: Decoded) -> Decoded:
+    """Arrays that many datasets are made of: each gets a copy."""
     for part in (decoded.train, decoded.test):
-        part.x.setflags(write=False)  # each dataset has a copy of its own
+        part.x.setflags(write=False)
         part.y.setflags(write=False)
     return decoded
 
@@ -250,7 +259,7 @@ def _load_text(name: str, folder: Path, settings: TextSettings, progress: Progre
         return tokens.encoded(read(), name, replace(settings, tokenizer=tokenizer))
 
     if name == "glosses-mini":
-        return to_dataset(build(), name)
+        return to_dataset(_embedded_texts(replace(settings, tokenizer=tokenizer)), name)
     key = (_TEXT_VERSION, tokenizer or settings.vocabulary, settings.max_length, settings.labelled, settings.columns)
     listed = [source_file(path) for path in paths]
     if name not in SOURCES:

@@ -16,8 +16,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/fedstill compare fedavg fedprox --clients 20 --alpha 0.1 --rounds 50 --out runs/demo --force
 
-test: install  # two more processes, as many tests wait for servers and sites
-	$(BIN)/python -m pytest $(PARALLEL) -n 4 --doctest-modules --durations 10 src tests docs
+test: install  # a third process, as many tests wait for servers and sites
+	$(BIN)/python -m pytest $(PARALLEL) -n 3 --doctest-modules --durations 10 src tests docs
 
 test-fast: install
 	$(BIN)/python -m pytest $(PARALLEL) --doctest-modules -m "not slow" src tests docs

@@ -16,6 +16,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/fedstill compare fedavg fedprox --clients 20 --alpha 0.1 --rounds 50 --out runs/demo --force
 
+# The many processes that tests start do not each compile the sources anew, also where Python is told to keep nothing.
+test test-fast: export PYTHONDONTWRITEBYTECODE =
+
 test: install  # a third process, as many tests wait for servers and sites
 	$(BIN)/python -m pytest $(PARALLEL) -n 3 --doctest-modules --durations 10 src tests docs
 

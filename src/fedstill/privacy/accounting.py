@@ -1,7 +1,7 @@
 """From noise to epsilon, and from epsilon to noise, by Google's dp-accounting.
 
-What is accounted: in every round some of the clients answer, the update of each is clipped to a norm, and Gaussian noise
-of standard deviation `noise_multiplier x clip` is added to the sum. It protects a whole client, with all its samples.
+What is accounted: in every round some of the clients answer, the update of each is clipped to a norm, and Gaussian
+noise of standard deviation `noise_multiplier x clip` is added to the sum. It protects a whole client, with all samples.
 
 - `poisson`: each client takes part by chance, cohort / clients, on its own. Two federations are neighbours if one has a
   client more. Accounted by privacy loss distributions (PLD), which are exact up to a small grid.

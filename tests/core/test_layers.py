@@ -25,7 +25,7 @@ LAYERS = (  # from top to bottom; packages of one layer do not import each other
     {"distill", "aggregate"},
     {"train"},
     {"models", "attacks"},
-    {"data", "metrics"},
+    {"data", "metrics", "privacy"},
     {"core"},
 )
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedstill.cli import board, cache, columns, figures, inference, keys
+from fedstill.cli import board, cache, columns, figures, inference, keys, privacy
 from fedstill.cli.consent import (
     Allow,
     Deny,
@@ -63,6 +63,7 @@ def options(
 app.add_typer(figures.app, name="figure", rich_help_panel="Look")
 app.add_typer(keys.app, name="keys", rich_help_panel="Many machines")
 app.command(name="cache", rich_help_panel="Look")(cache.cache)
+app.command(name="privacy", rich_help_panel="Look")(privacy.privacy)
 app.command(name="columns", rich_help_panel="Look")(columns.columns)
 for command in (inference.predict, inference.evaluate, inference.export):
     app.command(rich_help_panel="Use a trained model")(command)

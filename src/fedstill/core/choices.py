@@ -21,6 +21,7 @@ AttackKind = Literal[
 ]
 BufferPolicy = Literal["average", "local", "drop"]
 Precision = Literal["float32", "bfloat16"]
+Sampling = Literal["poisson", "fixed"]  # of cohorts
 
 ALPHA = 0.1  # Dirichlet concentration
 SMALLEST_VOCABULARY = 3 + 256  # padding, the marks of a text's start and end, and every byte

@@ -1,0 +1,1 @@
+"""Differential privacy: what it costs, and what it promises."""

@@ -1,0 +1,132 @@
+"""From noise to epsilon, and from epsilon to noise, by Google's dp-accounting.
+
+What is accounted: in every round some of the clients answer, the update of each is clipped to a norm, and Gaussian
+noise of standard deviation `noise_multiplier x clip` is added to the sum. It protects a whole client, with all samples.
+
+- `poisson`: each client takes part by chance, cohort / clients, on its own. Two federations are neighbours if one has a
+  client more. Accounted by privacy loss distributions (PLD), which are exact up to a small grid.
+- `fixed`: as many clients as the cohort, drawn without replacement. The number of clients is known then, so neighbours
+  are federations in which one client is replaced: the sum may move by twice the clip. Accounted by Rényi divergences
+  (RDP; Wang, Balle and Kasiviswanathan 2019), the tightest that the library has for it, and looser than PLD.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from fedstill.core.choices import Sampling
+from fedstill.core.errors import SettingError
+
+_LEAST, _MOST = 0.2, 1e4  # noise multipliers to look between: with less noise than that, epsilon says nothing
+_TOLERANCE = 1e-3  # of a noise multiplier that is looked for
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rounds of private aggregation.
+
+    >>> Plan(clients=1000, cohort=50, rounds=200).sampled
+    0.05
+    """
+
+    clients: int
+    cohort: int
+    rounds: int
+    sampling: Sampling = "poisson"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.cohort <= self.clients:
+            raise SettingError(f"a cohort of {self.cohort} from {self.clients} clients; give 1 to {self.clients}")
+        if self.rounds < 1:
+            raise SettingError(f"{self.rounds} rounds; give at least 1")
+        if self.sampling not in ("poisson", "fixed"):
+            raise SettingError(f"sampling is {self.sampling!r}; give 'poisson' or 'fixed'")
+
+    @property
+    def sampled(self) -> float:
+        """The share of the clients in a round."""
+        return self.cohort / self.clients
+
+
+def epsilon(plan: Plan, noise_multiplier: float, delta: float) -> float:
+    """The epsilon that is spent at `delta` when all rounds are done; infinite without noise.
+
+    >>> round(epsilon(Plan(clients=10_000, cohort=1, rounds=100), noise_multiplier=0.4975, delta=1e-8), 2)
+    2.0
+    """
+    _check_delta(delta)
+    if noise_multiplier < 0 or not math.isfinite(noise_multiplier):
+        raise SettingError(f"noise_multiplier is {noise_multiplier:g}; give a number from 0 on")
+    if noise_multiplier < _LEAST:
+        return math.inf
+    accountant = _accountant(plan)
+    accountant.compose(_event(plan, noise_multiplier))
+    return float(accountant.get_epsilon(delta))
+
+
+def noise_multiplier(plan: Plan, epsilon: float, delta: float) -> float:
+    """The least noise that keeps all rounds within `epsilon` at `delta`."""
+    _check_delta(delta)
+    if not 0 < epsilon < math.inf:
+        raise SettingError(f"epsilon is {epsilon:g}; give a number above 0")
+    found = _library().calibrate_dp_mechanism(
+        lambda: _accountant(plan),
+        lambda noise: _event(plan, noise),
+        epsilon,
+        delta,
+        bracket_interval=_bracket(plan, epsilon, delta),
+        tol=_TOLERANCE,
+    )
+    return float(found)
+
+
+def _bracket(plan: Plan, target: float, delta: float) -> Any:
+    """Two noise multipliers, of which one spends more than the target and the other does not."""
+    less = more = 1.0
+    while epsilon(plan, more, delta) > target:
+        less, more = more, 2 * more
+        if more > _MOST:
+            raise SettingError(f"epsilon {target:g} needs more noise than {_MOST:g} x clip; ask for a larger one")
+    while epsilon(plan, less, delta) <= target:  # from above, as little noise takes the accountant long
+        less, more = less / 2, less
+        if less < _LEAST:
+            raise SettingError(f"epsilon {target:g} is met with less noise than {more:g} x clip; ask for a smaller one")
+    return _library().ExplicitBracketInterval(less, more)
+
+
+def _accountant(plan: Plan) -> Any:
+    library = _library()
+    if plan.sampling == "poisson" or plan.cohort == plan.clients:
+        from dp_accounting.pld import PLDAccountant
+
+        return PLDAccountant()
+    from dp_accounting.rdp import RdpAccountant
+
+    return RdpAccountant(neighboring_relation=library.NeighboringRelation.REPLACE_ONE)
+
+
+def _event(plan: Plan, noise: float) -> Any:
+    library = _library()
+    if plan.sampling == "fixed":
+        one = library.GaussianDpEvent(noise / 2)  # a client that is replaced moves the sum by twice the clip
+        if plan.cohort < plan.clients:
+            one = library.SampledWithoutReplacementDpEvent(plan.clients, plan.cohort, one)
+    else:
+        one = library.PoissonSampledDpEvent(plan.sampled, library.GaussianDpEvent(noise))
+    return library.SelfComposedDpEvent(one, plan.rounds)
+
+
+def _check_delta(delta: float) -> None:
+    if not 0 < delta < 1:
+        raise SettingError(f"delta is {delta:g}; give a number between 0 and 1, below 1 / clients")
+
+
+def _library() -> ModuleType:
+    try:
+        import dp_accounting
+    except ImportError as error:
+        raise SettingError("privacy accounting needs a package: pip install 'fedstill[privacy]'") from error
+    return dp_accounting  # type: ignore[no-any-return, unused-ignore]

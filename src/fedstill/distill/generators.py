@@ -73,7 +73,7 @@ class TransposedGenerator(nn.Module):
             *grow(z_dim, 256, (height // 8, width // 8), stride=1),
             *grow(256, 128),
             *grow(128, 64),
-            nn.ConvTranspose2d(64, channels, 4, 2, 1, bias=False),
+            nn.ConvTranspose2d(64, channels, 4, 2, 1),
             nn.Tanh(),
         )
 

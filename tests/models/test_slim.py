@@ -24,8 +24,10 @@ def lenet_of(channels: tuple[int, int, int, int]) -> Stacked:
         nn.Conv2d(c2, c3, 5),
         nn.ReLU(),
         nn.Flatten(),
+        nn.Linear(c3, c4),
+        nn.ReLU(),
     )
-    return Stacked(body, nn.Sequential(nn.Linear(c3, c4), nn.ReLU(), nn.Linear(c4, 10)), feature_dim=c3)
+    return Stacked(body, nn.Linear(c4, 10), feature_dim=c4)
 
 
 def resnet_of(width: float, norm: str | int) -> nn.Module:

@@ -101,6 +101,8 @@ class Settings(TypedDict, total=False):
     """Local momentum (sgd). [default: 0.0; at least 0, below 1]"""
     weight_decay: float
     """Local weight decay. [default: 0.0; at least 0]"""
+    decay_norms: bool
+    """Weight decay also of normalisation layers. [default: True]"""
     clip: float
     """Largest gradient norm; 0: no clipping. [default: 0.0; at least 0]"""
     class_weight: str | dict[str, float]
@@ -242,7 +244,7 @@ class MethodSettings(TypedDict, total=False):
     """fedgkd: weight of the teacher; the loss has gamma/2; fedgkd-plus: weight of the teacher; the loss has
     gamma/2; fedkf: weight of the teacher, Eq. 7; fedhkd: weight of the features."""
     gen_adversarial: bool
-    """fedkf: the generator also seeks samples on which teacher and student differ."""
+    """fedkf: the generator also seeks samples on which the student differs from the teacher."""
     gen_first: bool
     """fedkf: generator step before the student's, as in Algorithm 1."""
     generator_batch: int

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fedstill.data.proxy import match_channels
 from fedstill.distill import stage
 from fedstill.distill.ensemble import diversity, label_weights, normalised
-from fedstill.distill.generators import ConditionalGenerator, ShrinkingGenerator, TransposedGenerator
+from fedstill.distill.generators import ConditionalGenerator, ShrinkingGenerator, TransposedGenerator, dcgan_init
 from fedstill.methods.base import Uplink
 from fedstill.methods.ccvr import pooled
 from fedstill.methods.ccvr import root as ccvr_root
@@ -176,3 +176,14 @@ def test_creff_evaluates_the_re_trained_classifier_on_the_averaged_body(run_smal
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"head.weight", "head.bias"}
     assert result.summary["also"]["before re-training"]["final_accuracy"] == plain.summary["final_accuracy"]
+
+
+def test_first_weights_as_in_dcgan_have_a_deviation_of_0_02_and_no_biases() -> None:
+    torch.manual_seed(0)
+    net = TransposedGenerator((3, 32, 32)).apply(dcgan_init)
+    first, norm, last = net.stages[0], net.stages[1], net.stages[-2]
+    assert first.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert norm.weight.mean().item() == pytest.approx(1, abs=0.01)
+    assert norm.weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert not norm.bias.any()
+    assert not last.bias.any()

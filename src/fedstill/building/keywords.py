@@ -223,6 +223,8 @@ class MethodSettings(TypedDict, total=False):
     """fedbe: the clients' own models teach too."""
     conditional: bool
     """dafkd: the generator has a label as a further input, drawn at random."""
+    dcgan_init: bool
+    """dafkd: the generator's first weights have deviation 0.02, as in DCGAN."""
     decay: float
     """fedgen: factor on both weights, and on the generator's rate, after each round."""
     digest: Literal["joint", "first"]
@@ -249,6 +251,10 @@ class MethodSettings(TypedDict, total=False):
     """fedkf: generator step before the student's, as in Algorithm 1."""
     generator_batch: int
     """fedgen: batch size of the generator, and of what clients generate."""
+    generator_beta1: float
+    """dafkd: decay of its Adam's mean of gradients; DCGAN: 0.5."""
+    generator_beta2: float
+    """dafkd: decay of its Adam's mean of squared gradients."""
     generator_decay: float
     """fedgen: weight decay of the generator."""
     generator_lr: float
@@ -295,6 +301,8 @@ class MethodSettings(TypedDict, total=False):
     """fedhkd: standard deviation of the noise that clients add to mean features."""
     nu: float
     """fedhyb: weight of the features on the server; geomed: smallest distance that is divided by."""
+    penalty: float
+    """dafkd: weight of the gradient penalty, (|grad D(x)| - 1)^2 of each sample."""
     pool_choice: Literal["proportional", "balanced"]
     """lkd: classes of that share: as in the pool, or even; mtkd: classes of that share: as in the pool, or even;
     f2l: classes of that share: as in the pool, or even."""
@@ -358,13 +366,13 @@ class MethodSettings(TypedDict, total=False):
     trim: float
     """trimmed-mean: share of the clients cut off at each end; 0: the plain, uniform mean."""
     uniform: bool
-    """feddf: average the clients' weights uniformly, not by sample counts; dafkd: average the clients' weights
-    uniformly (Eq. 6), not by sample counts; fedhyb: average the clients' weights uniformly, not by sample
-    counts; fedgen: average the clients' weights uniformly, not by sample counts; fedftg: average the clients'
-    weights uniformly, not by sample counts; fedbe: average the clients' weights uniformly, not by sample
-    counts; creff: average the clients' weights uniformly, not by sample counts; lkd: average the clients'
-    weights uniformly, not by sample counts; mtkd: average the clients' weights uniformly, not by sample counts;
-    f2l: average the clients' weights uniformly, not by sample counts."""
+    """feddf: average the clients' weights uniformly, not by sample counts; dafkd: average classifiers and
+    generators uniformly (Eq. 4, 6), not by sample counts; fedhyb: average the clients' weights uniformly, not
+    by sample counts; fedgen: average the clients' weights uniformly, not by sample counts; fedftg: average the
+    clients' weights uniformly, not by sample counts; fedbe: average the clients' weights uniformly, not by
+    sample counts; creff: average the clients' weights uniformly, not by sample counts; lkd: average the
+    clients' weights uniformly, not by sample counts; mtkd: average the clients' weights uniformly, not by
+    sample counts; f2l: average the clients' weights uniformly, not by sample counts."""
     update: bool
     """lkd: the old global model teaches too (Eq. 4); mtkd: the old global model teaches too (Eq. 4); f2l: the old
     global model teaches too (Eq. 4)."""

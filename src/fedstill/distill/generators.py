@@ -149,6 +149,16 @@ class ConditionalGenerator(nn.Module):
         return images
 
 
+@torch.no_grad()
+def dcgan_init(layer: nn.Module) -> None:
+    """First weights as in DCGAN: around 0, those of BatchNorm around 1, with a deviation of 0.02; no biases."""
+    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
+    if isinstance(weight, Tensor):
+        weight.normal_(1.0 if isinstance(layer, nn.modules.batchnorm._BatchNorm) else 0.0, 0.02)
+    if isinstance(bias, Tensor):
+        bias.zero_()
+
+
 class FeatureGenerator(nn.Module):
     """FedGen's generator: noise and a label to penultimate features."""
 

@@ -285,6 +285,8 @@ class MethodSettings(TypedDict, total=False):
     """fedftg: weight of the generator's cross-entropy."""
     lambda_dis: float
     """fedftg: weight of its diversity."""
+    literal: bool
+    """fedhyb: Eq. 3 and 5 as printed, (sum_m beta_m) (sum_m KL_m), not sum_m beta_m KL_m."""
     logit_T: float
     """dafkd: average logits, matched at this temperature; 0: probabilities (Eq. 8)."""
     match_lr: float

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from fedstill.data.proxy import match_channels
@@ -72,13 +73,18 @@ def test_fedhyb_self_distillation_against_numpy() -> None:
     log_q = s - np.log(np.exp(s).sum(1, keepdims=True))
     each = (p * (np.log(p) - log_q)).sum(1)
     ce = -log_q[np.arange(5), y.numpy()]
-    assert float(FedHyb(variant="1").weighted(teacher, student, y)) == pytest.approx(each.mean(), rel=1e-5)
+
+    def weighted(method: FedHyb) -> torch.Tensor:
+        weight, divergence = method.weight_and_divergence(teacher, student, y)
+        return (weight * divergence).mean()
+
+    assert float(weighted(FedHyb(variant="1"))) == pytest.approx(each.mean(), rel=1e-5)
     beta = 1 / (1 + np.exp(ce.mean()))
-    assert float(FedHyb().weighted(teacher, student, y)) == pytest.approx(beta * each.mean(), rel=1e-5)
+    assert float(weighted(FedHyb())) == pytest.approx(beta * each.mean(), rel=1e-5)
     by_sample = (each / (1 + np.exp(ce))).mean()
-    assert float(FedHyb(beta_per_sample=True).weighted(teacher, student, y)) == pytest.approx(by_sample, rel=1e-5)
+    assert float(weighted(FedHyb(beta_per_sample=True))) == pytest.approx(by_sample, rel=1e-5)
     student.requires_grad_()
-    loss = FedHyb().weighted(teacher, student, y)
+    loss = weighted(FedHyb())
     (grad,) = torch.autograd.grad(loss, student)
     q = np.exp(log_q)
     np.testing.assert_allclose(grad.numpy(), beta * (q - p) / 5, rtol=1e-4, atol=1e-7)  # beta gets no gradient
@@ -182,6 +188,10 @@ def test_first_weights_as_in_dcgan_have_a_deviation_of_0_02_and_no_biases() -> N
     torch.manual_seed(0)
     net = TransposedGenerator((3, 32, 32)).apply(dcgan_init)
     first, norm, last = net.stages[0], net.stages[1], net.stages[-2]
+    assert isinstance(norm, nn.BatchNorm2d)
+    assert isinstance(first, nn.ConvTranspose2d)
+    assert isinstance(last, nn.ConvTranspose2d)
+    assert last.bias is not None
     assert first.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert norm.weight.mean().item() == pytest.approx(1, abs=0.01)
     assert norm.weight.std().item() == pytest.approx(0.02, rel=0.2)

@@ -102,4 +102,5 @@ def gradient_penalty(judge: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """
     x = x.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(judge(x).sum(), x, create_graph=True)
-    return (gradient.flatten(1).norm(dim=1) - 1).square().mean()
+    norms: Tensor = gradient.flatten(1).square().sum(1).sqrt()
+    return (norms - 1).square().mean()

@@ -38,6 +38,7 @@ class DaFKD(Distilling):
 
     name: ClassVar[str] = "dafkd"
     paper: ClassVar[str] = "Wang et al. 2023"
+    revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
     server_keys: ClassVar[tuple[str, ...]] = ("generator",)
     client_keys: ClassVar[tuple[str, ...]] = ("discriminator",)
     streams: ClassVar[tuple[str, ...]] = ("adversarial noise",)
@@ -149,7 +150,8 @@ class DaFKD(Distilling):
         def judged(samples: Tensor) -> Tensor:
             """The logits of samples that leave no trace in any statistics."""
             with frozen_statistics(judge.trunk or client.net):
-                return judge(samples) if judge.trunk else judge.head(client.net.features(samples)).squeeze(1)
+                logit: Tensor = judge(samples, None if judge.trunk else client.net.features(samples))
+                return logit
 
         def steepness(batch: Batch) -> Tensor:
             """How far from 1 the gradient of D is between real and generated samples: mean of (|grad D(x)| - 1)^2."""

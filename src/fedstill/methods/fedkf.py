@@ -33,6 +33,7 @@ class FedKF(FedAvg):
 
     name: ClassVar[str] = "fedkf"
     paper: ClassVar[str] = "Zhou et al. 2022"
+    revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
     server_keys: ClassVar[tuple[str, ...]] = ("cache", "oca")
     client_keys: ClassVar[tuple[str, ...]] = ("generator", "optimizer")
     streams: ClassVar[tuple[str, ...]] = ("noise",)

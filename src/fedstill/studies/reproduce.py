@@ -93,6 +93,8 @@ def plans(name: str, scale: Scale, seeds: int, root: Path, **given: Any) -> list
 def directory(config: Config) -> str:
     """A name that only runs with the same numbers share, and that settings of later versions do not change."""
     settings = {k: v for k, v in anchored(config).model_dump(exclude_defaults=True).items() if k not in IRRELEVANT}
+    if revision := sum(part.revision for part in registry.find(config.method)):
+        settings["revision"] = revision
     if config.hyper:
         settings["hyper"] = registry.with_old_names(config.method, config.hyper)
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]

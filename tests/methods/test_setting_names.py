@@ -49,7 +49,7 @@ def test_both_names_at_once_are_refused() -> None:
 
 
 def test_a_preset_with_old_names_does_not_lose_them() -> None:
-    assert presets._resolved("feddf", [{"steps": 7, "mu": 1.0}]).hyper["server_steps"] == 7
+    assert presets.resolved("feddf", [{"steps": 7, "mu": 1.0}]).hyper["server_steps"] == 7
 
 
 @pytest.mark.parametrize(

@@ -201,11 +201,11 @@ def points(preset: Preset, scale: Scale, **given: Any) -> list[Point]:
             at = dict(zip(sweep, values, strict=True))
             layers: list[Mapping[str, Any]] = [preset.settings, less.settings, row.settings, more.settings, at]
             layers += [when.settings for when in (*row.when, *more.when) if when.at.items() <= at.items()]
-            found.append(Point(row=row.name, model=row.model, at=at, config=_resolved(method, [*layers, given])))
+            found.append(Point(row=row.name, model=row.model, at=at, config=resolved(method, [*layers, given])))
     return found
 
 
-def _resolved(method: str, layers: list[Mapping[str, Any]]) -> Config:
+def resolved(method: str, layers: list[Mapping[str, Any]]) -> Config:
     """A name that both the run and the method have is the method's where the preset writes it as hyper.name."""
     merged: dict[str, Any] = {}
     for layer in layers:

@@ -36,7 +36,7 @@ def folder(root: Path, sizes: list[tuple[int, int]]) -> Path:
     return root
 
 
-def notes(path: Path, **settings: object) -> tuple[str, ...]:
+def notes(path: Path | str, **settings: object) -> tuple[str, ...]:
     settings = {"data": str(path), "clients": 2, "partition": "iid", "model": "mlp", **settings}
     return prepare(resolve({"participation": 1.0} | settings)).warnings
 
@@ -67,6 +67,9 @@ def test_a_network_that_insists_on_a_size_gets_it_and_a_run_says_so(tmp_path: Pa
     assert notes(path, model="lenet5") == ("images 20x24 resized to 32x32 for lenet5",)
     assert notes(Path("fashion-mini"), model="lenet5") == ("images 28x28 resized to 32x32 for lenet5",)
     assert notes(Path("fashion-mini"), model="cnn") == ()
+    own = tmp_path / "own.py"
+    own.write_text(f"import fedstill\n\ndef pictures():\n    return fedstill.load_dataset({str(path)!r})\n")
+    assert notes(f"{own}:pictures", model="lenet5") == ("images 20x24 resized to 32x32 for lenet5",)
 
 
 def test_arrays_are_resized_in_words_too() -> None:

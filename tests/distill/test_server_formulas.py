@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from fedstill.data.proxy import match_channels
 from fedstill.distill import stage
 from fedstill.distill.ensemble import diversity, label_weights, normalised
-from fedstill.distill.generators import ConditionalGenerator, ShrinkingGenerator, TransposedGenerator
+from fedstill.distill.generators import ConditionalGenerator, ShrinkingGenerator, TransposedGenerator, dcgan_init
 from fedstill.methods.base import Uplink
 from fedstill.methods.ccvr import pooled
 from fedstill.methods.ccvr import root as ccvr_root
@@ -72,13 +73,18 @@ def test_fedhyb_self_distillation_against_numpy() -> None:
     log_q = s - np.log(np.exp(s).sum(1, keepdims=True))
     each = (p * (np.log(p) - log_q)).sum(1)
     ce = -log_q[np.arange(5), y.numpy()]
-    assert float(FedHyb(variant="1").weighted(teacher, student, y)) == pytest.approx(each.mean(), rel=1e-5)
+
+    def weighted(method: FedHyb) -> torch.Tensor:
+        weight, divergence = method.weight_and_divergence(teacher, student, y)
+        return (weight * divergence).mean()
+
+    assert float(weighted(FedHyb(variant="1"))) == pytest.approx(each.mean(), rel=1e-5)
     beta = 1 / (1 + np.exp(ce.mean()))
-    assert float(FedHyb().weighted(teacher, student, y)) == pytest.approx(beta * each.mean(), rel=1e-5)
+    assert float(weighted(FedHyb())) == pytest.approx(beta * each.mean(), rel=1e-5)
     by_sample = (each / (1 + np.exp(ce))).mean()
-    assert float(FedHyb(beta_per_sample=True).weighted(teacher, student, y)) == pytest.approx(by_sample, rel=1e-5)
+    assert float(weighted(FedHyb(beta_per_sample=True))) == pytest.approx(by_sample, rel=1e-5)
     student.requires_grad_()
-    loss = FedHyb().weighted(teacher, student, y)
+    loss = weighted(FedHyb())
     (grad,) = torch.autograd.grad(loss, student)
     q = np.exp(log_q)
     np.testing.assert_allclose(grad.numpy(), beta * (q - p) / 5, rtol=1e-4, atol=1e-7)  # beta gets no gradient
@@ -102,7 +108,8 @@ def test_generators_have_the_published_sizes() -> None:
 
     assert count(ConditionalGenerator((3, 32, 32), 10)) == 682_499
     assert count(ShrinkingGenerator((1, 28, 28))) == 328_764
-    assert round(count(TransposedGenerator((3, 32, 32))) / 1e6, 2) == 1.07
+    # Biases are in the last layer alone: BatchNorm has the others'.
+    assert count(TransposedGenerator((3, 32, 32))) == 16 * (100 * 256 + 256 * 128 + 128 * 64 + 64 * 3) + 2 * 448 + 3
     for net, shape in ((ShrinkingGenerator((1, 28, 28)), (1, 28, 28)), (TransposedGenerator((3, 32, 32)), (3, 32, 32))):
         made = net(torch.randn(4, 100))
         assert made.shape == (4, *shape)
@@ -175,3 +182,18 @@ def test_creff_evaluates_the_re_trained_classifier_on_the_averaged_body(run_smal
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"head.weight", "head.bias"}
     assert result.summary["also"]["before re-training"]["final_accuracy"] == plain.summary["final_accuracy"]
+
+
+def test_first_weights_as_in_dcgan_have_a_deviation_of_0_02_and_no_biases() -> None:
+    torch.manual_seed(0)
+    net = TransposedGenerator((3, 32, 32)).apply(dcgan_init)
+    first, norm, last = net.stages[0], net.stages[1], net.stages[-2]
+    assert isinstance(norm, nn.BatchNorm2d)
+    assert isinstance(first, nn.ConvTranspose2d)
+    assert isinstance(last, nn.ConvTranspose2d)
+    assert last.bias is not None
+    assert first.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert norm.weight.mean().item() == pytest.approx(1, abs=0.01)
+    assert norm.weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert not norm.bias.any()
+    assert not last.bias.any()

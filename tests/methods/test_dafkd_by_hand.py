@@ -102,15 +102,21 @@ class Judge(nn.Module):
 
 def dafkd_client(run: Play, k: int, crossed: Round, head: Tensor) -> tuple[Classifier, nn.Module, Judge]:
     """Algorithm 1, lines 16 to 25: joint steps on Eq. 9, each followed by a step of the generator up Eq. 3."""
-    assert isinstance(run.setup.method, DaFKD)
+    method = run.setup.method
+    assert isinstance(method, DaFKD)
     net, (x, y) = network(crossed.down["model"]), run.held_by(k)
-    generator, judge = image_generator(crossed.down["generator"], run.setup.method), Judge(head, net)
-    adam, noise = torch.optim.Adam(generator.parameters(), 1e-3), stream("adversarial noise", crossed.number, k)
+    generator, judge = image_generator(crossed.down["generator"], method), Judge(head, net)
+    adam = torch.optim.Adam(generator.parameters(), 1e-3, betas=(method.generator_beta1, method.generator_beta2))
+    noise = stream("adversarial noise", crossed.number, k)
     for ids in batches_of(k, crossed.number, len(y)):
         with torch.no_grad():
             negatives = fakes(run, generator, len(ids), noise)
         real, fake = judge(x[ids]), judge(negatives)
         l_adv = -(real.log().sum() + (1 - fake).log().sum()) / (2 * len(ids))  # Eq. 2
+        if method.penalty:
+            share = torch.rand(len(ids), 1, 1, 1, generator=noise)
+            between = share * x[ids] + (1 - share) * fakes(run, generator, max(2, len(ids)), noise)[: len(ids)]
+            l_adv = l_adv + method.penalty * sum(steepness(judge, each) for each in between) / len(ids)
         trained = [*net.parameters(), *judge.parameters()]
         grads = torch.autograd.grad(F.cross_entropy(net(x[ids]), y[ids]) + l_adv, trained, allow_unused=True)
         with torch.no_grad():
@@ -123,13 +129,24 @@ def dafkd_client(run: Play, k: int, crossed: Round, head: Tensor) -> tuple[Class
     return net, generator, judge
 
 
+def steepness(judge: Judge, sample: Tensor) -> Tensor:
+    """(|grad D(x)| - 1)^2 of one sample."""
+    x = sample.detach().unsqueeze(0).requires_grad_()
+    (gradient,) = torch.autograd.grad(judge(x).sum(), x, create_graph=True)
+    return (gradient.square().sum().sqrt() - 1) ** 2
+
+
 def first_judge(run: Play, method: DaFKD) -> Tensor:
     """The discriminator that every client starts its first round with."""
     return method.discriminator(run.setup.task).initial()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", [("variant", "full"), ("variant", "no-sharing"), ("conditional", True)], ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [("variant", "full"), ("variant", "no-sharing"), ("conditional", True), ("penalty", 0.3), ("generator_beta1", 0.5)],
+    ids=str,
+)
 def test_dafkds_clients_train_on_the_joint_loss_and_their_generators_ascend(setting: tuple[str, Any]) -> None:
     """Eq. 2, 3 and 9. In its second round a client has its own head again, on the trunk that the server sent."""
     run, method = dafkd(setting)
@@ -195,7 +212,7 @@ def test_dafkds_server_averages_uniformly_and_distils_by_the_correlations(settin
     """
     run, method = dafkd(setting)
     first, second = run.rounds
-    new_g = [averaged(crossed, "generator", uniform=True) for crossed in run.rounds]
+    new_g = [averaged(crossed, "generator", uniform=method.uniform) for crossed in run.rounds]
     assert_equal(run.model_after(1), averaged(first, uniform=method.uniform))
     assert_equal(second.down["generator"], new_g[0])
     start = averaged(second, uniform=method.uniform)

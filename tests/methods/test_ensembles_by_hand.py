@@ -73,6 +73,7 @@ FEDHYB_CLIENTS: list[dict[str, Any]] = [
     {"variant": "2"},
     {"variant": "full", "M": 3},
     {"variant": "full", "beta_per_sample": True},
+    {"variant": "full", "literal": True},
 ]
 
 
@@ -85,7 +86,7 @@ def test_fedhybs_clients_teach_their_sub_networks(settings: dict[str, Any]) -> N
 
         def self_distillation(net: Classifier, x: Tensor, y: Tensor, rng: torch.Generator = rng) -> Tensor:
             taught_by = net(x).softmax(1).detach()
-            total = torch.zeros(())
+            total, betas, divergences = torch.zeros(()), [], []
             for m in range(settings.get("M", 2)):
                 width = 0.8 if m == 0 else 0.8 + 0.2 * float(torch.rand((), generator=rng))
                 said = narrow(net, transformed(x, rng), width)
@@ -98,7 +99,9 @@ def test_fedhybs_clients_teach_their_sub_networks(settings: dict[str, Any]) -> N
                 else:
                     beta = torch.exp(-wrong.mean()) / (1 + torch.exp(-wrong.mean()))  # Eq. 4
                 total = total + (beta * each).mean()
-            return 100.0 * total
+                betas.append(beta)
+                divergences.append(each.mean())
+            return 100.0 * (sum(betas) * sum(divergences) if settings.get("literal") else total)
 
         assert_same_network(up["model"], locally(run, k, run.rounds[0], self_distillation))
 

@@ -101,7 +101,7 @@ def client_update(
         l_a = -features.abs().mean()
         loss: Tensor = l_ie + method.lambda1 * l_ce + method.lambda2 * l_a
         if method.gen_adversarial:
-            loss = loss - method.gamma * divergence(logits, student(images))
+            loss = loss - method.gamma * divergence(logits.detach(), student(images))
         return loss
 
     for ids in batch_ids(client, round_):

@@ -49,7 +49,7 @@ def test_both_names_at_once_are_refused() -> None:
 
 
 def test_a_preset_with_old_names_does_not_lose_them() -> None:
-    assert presets._resolved("feddf", [{"steps": 7, "mu": 1.0}]).hyper["server_steps"] == 7
+    assert presets.resolved("feddf", [{"steps": 7, "mu": 1.0}]).hyper["server_steps"] == 7
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,6 @@ def test_a_preset_with_old_names_does_not_lose_them() -> None:
     [
         # As version 0.1 named the directories of these runs.
         ({"method": "feddf", "proxy": "pool", "pool": 60}, "feddf-5b5443f5f727"),
-        ({"method": "dafkd", "z_dim": 10}, "dafkd-04c55ae1b360"),
-        ({"method": "dafkd+fedhyb", "z_dim": 10}, "dafkd+fedhyb-c0701b158b8e"),
         ({"method": "fedavg"}, "fedavg-44136fa355b3"),
     ],
 )
@@ -67,6 +65,14 @@ def test_a_run_of_before_is_found_again(
 ) -> None:
     monkeypatch.delenv("FEDSTILL_DATA", raising=False)
     assert directory(resolve(settings)) == name
+
+
+@pytest.mark.parametrize("method", ["moon", "fedkf", "fedhkd", "fedavg+ccvr"])
+def test_a_run_of_before_whose_numbers_would_now_be_others_is_not(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = directory(resolve({"method": method}))
+    for part in registry.find(method):
+        monkeypatch.setattr(part, "revision", 0)
+    assert directory(resolve({"method": method})) != now
 
 
 def test_a_configuration_of_before_is_the_same_run(tmp_path: Path) -> None:

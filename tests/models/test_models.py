@@ -130,7 +130,7 @@ def test_logits_are_the_head_of_the_features(name: str, channels: int) -> None:
     ("name", "dim"),
     [
         ("cnn", 84),
-        ("lenet5", 120),
+        ("lenet5", 84),
         ("mlp", 200),
         ("resnet8", 64),
         ("resnet8-w64", 256),

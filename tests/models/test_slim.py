@@ -8,7 +8,7 @@ from torch import nn
 
 from fedstill.core.errors import SettingError
 from fedstill.models import Stacked, as_classifier, build, names
-from fedstill.models.slim import active_channels, check_sliceable, slimmed
+from fedstill.models.slim import WholeConv2d, active_channels, check_sliceable, slimmed
 
 
 def lenet_of(channels: tuple[int, int, int, int]) -> Stacked:
@@ -24,8 +24,10 @@ def lenet_of(channels: tuple[int, int, int, int]) -> Stacked:
         nn.Conv2d(c2, c3, 5),
         nn.ReLU(),
         nn.Flatten(),
+        nn.Linear(c3, c4),
+        nn.ReLU(),
     )
-    return Stacked(body, nn.Sequential(nn.Linear(c3, c4), nn.ReLU(), nn.Linear(c4, 10)), feature_dim=c3)
+    return Stacked(body, nn.Linear(c4, 10), feature_dim=c4)
 
 
 def resnet_of(width: float, norm: str | int) -> nn.Module:
@@ -102,6 +104,45 @@ def test_a_network_with_unknown_layers_is_refused_by_name() -> None:
     odd = Stacked(nn.Sequential(nn.Flatten(), nn.Bilinear(4, 4, 2)), nn.Linear(2, 2), feature_dim=2)
     with pytest.raises(SettingError, match=r"body\.1 is Bilinear"):
         check_sliceable(odd, torch.randn(2, 4), 0.8)
+
+
+class Halved(nn.Module):
+    """One half of the channels passes, the other half is transformed."""
+
+    def __init__(self, conv: type[nn.Conv2d]) -> None:
+        super().__init__()
+        self.stem, self.branch, self.fc = conv(1, 10, 3), conv(5, 5, 1), nn.Linear(10 * 4, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        passed, transformed = self.stem(x).chunk(2, dim=1)
+        logits: torch.Tensor = self.fc(torch.cat((passed, self.branch(transformed)), dim=1).flatten(1))
+        return logits
+
+
+def test_a_network_whose_channels_would_meet_the_weights_of_others_is_refused() -> None:
+    x = torch.randn(3, 1, 4, 4)
+    with pytest.raises(SettingError, match=r"WholeConv2d"):
+        check_sliceable(as_classifier(Halved(nn.Conv2d)), x, 0.8)
+    check_sliceable(as_classifier(Halved(WholeConv2d)), x, 0.8)
+
+
+def test_a_sub_network_of_shufflenet_is_the_full_network_without_the_other_channels() -> None:
+    full = build("shufflenetv2", (3, 32, 32), 10)
+    x, cut = torch.randn(8, 3, 32, 32), slice(0)
+    with torch.no_grad():
+        for layer in full.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.bias.uniform_(-1, 1)
+        with slimmed(full, 0.8) as sub:
+            found = sub(x)
+        for layer in full.modules():
+            if isinstance(layer, nn.Conv2d) and layer.groups == 1:
+                whole = isinstance(layer, WholeConv2d)
+                cut = slice(0) if whole else slice(active_channels(layer.out_channels, 0.8), None)
+                layer.weight[cut] = 0
+            elif isinstance(layer, nn.BatchNorm2d):
+                layer.weight[cut] = layer.bias[cut] = 0
+        torch.testing.assert_close(found, full.train()(x), rtol=1e-3, atol=1e-3)
 
 
 class Reshaped(nn.Module):

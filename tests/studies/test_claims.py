@@ -205,7 +205,7 @@ def test_the_page_in_the_docs_is_what_the_command_writes() -> None:
     saved = read_json(DOCS / "results.json")
     assert (DOCS / "results.md").read_text() == command.markdown(saved)
     for kept, claim in zip(saved["claims"], claims.claims(), strict=True):
-        assert (kept["title"], kept["note"]) == (claim.title, claim.note)
+        assert (kept["title"], kept["note"], kept["decides"]) == (claim.title, claim.note, claim.decides)
         assert [told["check"] for told in kept["checks"]] == [c.model_dump(exclude_none=True) for c in claim.check]
     nowhere = claims.Evidence(1, Path("nowhere"))
     for name, kept in saved["presets"].items():

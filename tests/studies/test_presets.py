@@ -22,6 +22,13 @@ from fedstill.studies import presets
 from fedstill.studies.presets import METRICS, Point, Preset, Scale
 
 SCALES: tuple[Scale, ...] = get_args(Scale)
+NEAR = {
+    "fedkf/table5",
+    "f2l/table2-mnist",
+    "dafkd/table1-fmnist",
+    "fedgkd/figure4-cifar10",
+    "fedhyb/table4-svhn",
+}
 TEACHERS = ("Teacher 1", "Teacher 2", "Teacher 3")
 # At the smaller scale, what two cores train in minutes on data that are easy to get.
 SMALL_DATA = {"mnist", "fashion-mnist", "svhn", "cifar10", "tiny-imagenet", "ag-news", "sst5"}
@@ -101,7 +108,7 @@ def test_every_file_is_packaged() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_point_is_a_configuration_of_known_data_networks_and_partitions(scale: Scale) -> None:
-    for name in whole():
+    for name in whole() if scale != "near" else NEAR:
         for point in points(name, scale):
             c = point.config
             assert c.data in data.names(), name
@@ -126,7 +133,7 @@ def test_every_setting_of_a_row_is_one_of_its_method_or_of_the_run() -> None:
         assert preset.cpu is not None
         method = {row.name: row.method for row in preset.row}
         assert len(method) == len(preset.row), f"{name}: two rows of one name"
-        for row in (*preset.row, *preset.cpu.row):
+        for row in (*preset.row, *preset.cpu.row, *(preset.near.row if preset.near else ())):
             for settings in (row.settings, *(when.settings for when in row.when)):
                 assert set(settings) <= known(method[row.name]), (name, row.name)
                 own = {p.name for p in registry.hyper_parameters(method[row.name])}
@@ -494,7 +501,7 @@ def test_a_figure_shows_the_runs_of_its_table_and_no_others(figure: str, table: 
 @pytest.mark.slow
 def test_the_smaller_scale_has_the_rows_of_the_papers_and_no_more_work() -> None:
     for name in whole():
-        large, small = ({p.row for p in points(name, scale)} for scale in SCALES)
+        large, small = ({p.row for p in points(name, scale)} for scale in ("paper", "cpu"))
         assert large == small, name
         for row in large:
             before, after = config(name, row, "paper"), config(name, row, "cpu")
@@ -512,6 +519,21 @@ def test_a_tables_two_scales_share_the_coefficients_of_a_method() -> None:
             swept = set(preset.sweep)
             kept = {k: v for k, v in large.hyper.items() if k not in reduced | swept}
             assert {k: v for k, v in small.hyper.items() if k not in reduced | swept} == kept, (name, row.name)
+
+
+def test_each_papers_headline_table_has_a_scale_between_the_other_two() -> None:
+    assert {name for name, preset in whole().items() if preset.near} == NEAR
+    assert {name.partition("/")[0] for name in NEAR} == set(LISTED)
+
+    def work(c: Config) -> float:
+        return c.rounds * c.epochs * (c.samples_per_client * c.clients or 1e4 * c.fraction)
+
+    for name in NEAR:
+        for row in {p.row for p in points(name, "near")}:
+            small, near, large = (config(name, row, scale, **points(name, "near")[0].at) for scale in SCALES[::-1])
+            assert work(small) <= work(near) <= work(large), (name, row)
+    with pytest.raises(SettingError, match="no near scale of this preset; presets that have one: dafkd/table1-fmnist"):
+        points("fedkf/table3", "near")
 
 
 def test_without_attackers_there_is_no_attack_and_the_two_kinds_share_a_run() -> None:

@@ -97,6 +97,28 @@ def test_the_local_loop_equals_plain_pytorch(optimizer: Literal["sgd", "adam"]) 
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_weight_decay_that_leaves_out_norms_equals_pytorchs_parameter_groups(optimizer: Literal["sgd", "adam"]) -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.GroupNorm(2, 6), nn.ReLU())
+    net, data = FlatNet(fedstill.models.Stacked(body, nn.Linear(6, 3), feature_dim=6)), samples(23)
+    reference = copy.deepcopy(net.module)
+    local = LocalTraining(epochs=2, batch_size=23, optimizer=optimizer, weight_decay=0.5, decay_norms=False, clip=0.5)
+    fit(net, data, Objective(), local, lr=0.1, order=torch.Generator().manual_seed(7))
+
+    norm = [p for n, p in reference.named_parameters() if n.startswith("body.2")]
+    others = [p for n, p in reference.named_parameters() if not n.startswith("body.2")]
+    groups = [{"params": norm, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.5}]
+    opt = torch.optim.SGD(groups, 0.1) if optimizer == "sgd" else torch.optim.Adam(groups, 0.1)
+    for _ in range(2):
+        opt.zero_grad()
+        F.cross_entropy(reference(data.x(torch.arange(23))), data.y).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        opt.step()
+    for a, b in zip(net.params, reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_one_fedavg_round_equals_a_plain_pytorch_loop() -> None:
     settings: dict[str, Any] = {"clients": 5, "participation": 0.4, "epochs": 2, "batch_size": 16, "lr": 0.1, "seed": 3}
     dataset = fedstill.load_dataset("fashion-mini", image_size=32)

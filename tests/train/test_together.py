@@ -131,6 +131,7 @@ def test_clients_trained_together_learn_what_they_learn_alone(
     "settings",
     [
         {"clip": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+        {"model": lambda: Net(norm=True), "weight_decay": 0.5, "decay_norms": False},
         {"optimizer": "adam", "lr": 0.01, "lr_decay": 0.5},
         {"local_unit": "equal_steps"},
         {"augment": "crop:1,flip"},

@@ -92,10 +92,14 @@ def carry_out(name: str, found: Sequence[Plan], seeds: int, jobs: int, console: 
     return Reproduction(name, seeds, tuple((plan, entries(plan)) for plan in found))
 
 
+SCALES: tuple[Scale, ...] = get_args(Scale)
+
+
 def checked(scale: str) -> Scale:
-    if scale not in get_args(Scale):
-        raise SettingError(f"--scale {scale}: it is paper or cpu")
-    return "cpu" if scale == "cpu" else "paper"
+    for known in SCALES:
+        if scale == known:
+            return known
+    raise SettingError(f"--scale {scale}: it is paper, near or cpu")
 
 
 def table(plan: Plan, numbers: Sequence[Entry], seeds: int) -> Table:
@@ -127,11 +131,7 @@ def _reading(numbers: Sequence[Entry], seeds: int) -> str:
 
 
 def _reduced(plan: Plan) -> str:
-    return (
-        f". Not at the paper's scale, but with {plan.preset.cpu.reduces}"
-        if plan.scale == "cpu" and plan.preset.cpu
-        else ""
-    )
+    return f". Not at the paper's scale, but with {plan.reduction.reduces}" if plan.reduction else ""
 
 
 def cell(entry: Entry) -> str:
@@ -164,8 +164,8 @@ def _place(entry: Entry) -> str:
 def markdown(plan: Plan, numbers: Sequence[Entry], seeds: int) -> str:
     """The tables of a preset as text."""
     lines = [f"# {plan.name}: {plan.title}", "", f"{plan.scale} scale."]
-    if plan.scale == "cpu" and plan.preset.cpu:
-        lines += ["", f"Reduced: {plan.preset.cpu.reduces}."]
+    if plan.reduction:
+        lines += ["", f"Reduced: {plan.reduction.reduces}."]
     for metric in dict.fromkeys(e.metric for e in numbers):
         chosen = [e for e in numbers if e.metric == metric]
         places = list(dict.fromkeys(_place(e) for e in chosen))
@@ -182,7 +182,7 @@ def saved(plan: Plan, numbers: Sequence[Entry]) -> dict[str, Any]:
     return {
         "preset": plan.name,
         "scale": plan.scale,
-        "reduces": plan.preset.cpu.reduces if plan.scale == "cpu" and plan.preset.cpu else "",
+        "reduces": plan.reduction.reduces if plan.reduction else "",
         "entries": [asdict(entry) | {"difference": entry.difference} for entry in numbers],
         "runs": [_run(cell) for cell in plan.cells],
     }

@@ -35,7 +35,8 @@ def load_data(config: Config, tokenizer: str = "", table: TablePreprocessing | N
     those of the run.
     """
     if custom.is_own(config.data, "datasets"):
-        return custom_data(config.data)
+        found = custom_data(config.data)
+        return found if isinstance(found, Federation) else sized(found, wanted_size(config))
     if is_table(config.data, config.target):
         return read_table(existing_path(config.data), table_settings(config, table))
     _check_no_table(config)

@@ -101,6 +101,8 @@ class Settings(TypedDict, total=False):
     """Local momentum (sgd). [default: 0.0; at least 0, below 1]"""
     weight_decay: float
     """Local weight decay. [default: 0.0; at least 0]"""
+    decay_norms: bool
+    """Weight decay also of normalisation layers. [default: True]"""
     clip: float
     """Largest gradient norm; 0: no clipping. [default: 0.0; at least 0]"""
     class_weight: str | dict[str, float]
@@ -221,6 +223,8 @@ class MethodSettings(TypedDict, total=False):
     """fedbe: the clients' own models teach too."""
     conditional: bool
     """dafkd: the generator has a label as a further input, drawn at random."""
+    dcgan_init: bool
+    """dafkd: the generator's first weights have deviation 0.02, as in DCGAN."""
     decay: float
     """fedgen: factor on both weights, and on the generator's rate, after each round."""
     digest: Literal["joint", "first"]
@@ -242,11 +246,15 @@ class MethodSettings(TypedDict, total=False):
     """fedgkd: weight of the teacher; the loss has gamma/2; fedgkd-plus: weight of the teacher; the loss has
     gamma/2; fedkf: weight of the teacher, Eq. 7; fedhkd: weight of the features."""
     gen_adversarial: bool
-    """fedkf: the generator also seeks samples on which teacher and student differ."""
+    """fedkf: the generator also seeks samples on which the student differs from the teacher."""
     gen_first: bool
     """fedkf: generator step before the student's, as in Algorithm 1."""
     generator_batch: int
     """fedgen: batch size of the generator, and of what clients generate."""
+    generator_beta1: float
+    """dafkd: decay of its Adam's mean of gradients; DCGAN: 0.5."""
+    generator_beta2: float
+    """dafkd: decay of its Adam's mean of squared gradients."""
     generator_decay: float
     """fedgen: weight decay of the generator."""
     generator_lr: float
@@ -277,6 +285,8 @@ class MethodSettings(TypedDict, total=False):
     """fedftg: weight of the generator's cross-entropy."""
     lambda_dis: float
     """fedftg: weight of its diversity."""
+    literal: bool
+    """fedhyb: Eq. 3 and 5 as printed, (sum_m beta_m) (sum_m KL_m), not sum_m beta_m KL_m."""
     logit_T: float
     """dafkd: average logits, matched at this temperature; 0: probabilities (Eq. 8)."""
     match_lr: float
@@ -293,6 +303,8 @@ class MethodSettings(TypedDict, total=False):
     """fedhkd: standard deviation of the noise that clients add to mean features."""
     nu: float
     """fedhyb: weight of the features on the server; geomed: smallest distance that is divided by."""
+    penalty: float
+    """dafkd: weight of the gradient penalty, (|grad D(x)| - 1)^2 of each sample."""
     pool_choice: Literal["proportional", "balanced"]
     """lkd: classes of that share: as in the pool, or even; mtkd: classes of that share: as in the pool, or even;
     f2l: classes of that share: as in the pool, or even."""
@@ -356,13 +368,13 @@ class MethodSettings(TypedDict, total=False):
     trim: float
     """trimmed-mean: share of the clients cut off at each end; 0: the plain, uniform mean."""
     uniform: bool
-    """feddf: average the clients' weights uniformly, not by sample counts; dafkd: average the clients' weights
-    uniformly (Eq. 6), not by sample counts; fedhyb: average the clients' weights uniformly, not by sample
-    counts; fedgen: average the clients' weights uniformly, not by sample counts; fedftg: average the clients'
-    weights uniformly, not by sample counts; fedbe: average the clients' weights uniformly, not by sample
-    counts; creff: average the clients' weights uniformly, not by sample counts; lkd: average the clients'
-    weights uniformly, not by sample counts; mtkd: average the clients' weights uniformly, not by sample counts;
-    f2l: average the clients' weights uniformly, not by sample counts."""
+    """feddf: average the clients' weights uniformly, not by sample counts; dafkd: average classifiers and
+    generators uniformly (Eq. 4, 6), not by sample counts; fedhyb: average the clients' weights uniformly, not
+    by sample counts; fedgen: average the clients' weights uniformly, not by sample counts; fedftg: average the
+    clients' weights uniformly, not by sample counts; fedbe: average the clients' weights uniformly, not by
+    sample counts; creff: average the clients' weights uniformly, not by sample counts; lkd: average the
+    clients' weights uniformly, not by sample counts; mtkd: average the clients' weights uniformly, not by
+    sample counts; f2l: average the clients' weights uniformly, not by sample counts."""
     update: bool
     """lkd: the old global model teaches too (Eq. 4); mtkd: the old global model teaches too (Eq. 4); f2l: the old
     global model teaches too (Eq. 4)."""

@@ -209,6 +209,7 @@ class Config(BaseModel):
     lr_decay: float = Field(1.0, gt=0, le=1, description="factor on lr after each round")
     momentum: float = Field(0.0, ge=0, lt=1, description="local momentum (sgd)")
     weight_decay: float = Field(0.0, ge=0, description="local weight decay")
+    decay_norms: bool = Field(True, description="weight decay also of normalisation layers")
     clip: float = Field(0.0, ge=0, description="largest gradient norm; 0: no clipping")
     class_weight: str | dict[str, float] = Field(
         "",

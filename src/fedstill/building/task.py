@@ -68,6 +68,7 @@ def local_training(config: Config, federation: Federation) -> LocalTraining:
         lr_decay=config.lr_decay,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
+        decay_norms=config.decay_norms,
         clip=config.clip,
         steps_per_epoch=steps,
         class_weight=class_weights(config, federation),

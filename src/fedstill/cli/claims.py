@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from fedstill.cli.commands import console
 from fedstill.cli.presets import duration
 from fedstill.core.errors import SettingError
 from fedstill.core.files import read_json, write_atomic, write_json
-from fedstill.metrics.statistics import ENOUGH
+from fedstill.metrics.statistics import ENOUGH, detectable
 from fedstill.running.directory import without_nan
 from fedstill.studies.cells import check, run_cells
 from fedstill.studies.claims import Evidence, claims, saved
@@ -96,6 +97,12 @@ def difference(result: Saved) -> str:
     return "" if d is None else f"{_in_unit(result, d['mean'])} {_interval(result, d)}".strip()
 
 
+def seen_from(result: Saved) -> str:
+    """The smallest difference that so many seeds would show in four cases of five."""
+    found = detectable([a - b for a, b in zip(result["of"], result["than"], strict=True)])
+    return "" if math.isnan(found) else _in_unit(result, found, "")
+
+
 def seeds_for(result: Saved) -> str:
     """On how many seeds the sign is the one expected."""
     d = result.get("difference")
@@ -132,7 +139,9 @@ The interval is the 95 % confidence interval of the mean paired difference (Stud
 scale. **Confirmed**: the interval lies on the side that the paper says, or, where a check has a margin ("within",
 "not more than"), inside it. **Contradicted**: on the other side, or outside the margin. **Not seen at this scale**: the
 interval leaves it open; that is no evidence against a claim, least of all where most seeds agree with it. Fewer than
-{enough} seeds are not judged; open questions are measured and not judged.
+{enough} seeds are not judged; open questions are measured and not judged. **Seen from**: the smallest true difference
+that so many seeds would show in four cases of five, from how much their differences vary. Where the paper's difference
+is smaller than that, no verdict could be expected.
 
 Of {judged} intervals that are judged about one in twenty misses by chance alone, and many share runs: a verdict whose
 interval nearly touches zero is worth little. The number of seeds was fixed beforehand; adding seeds until an interval
@@ -157,9 +166,10 @@ def markdown(found: Saved) -> str:
             "",
             f"Claimed in: {claim['paper']}. **{_capital(tally(claim))}.**",
             *(["", claim["note"]] if claim.get("note") else []),
+            *(["", f"**What decides it.** {claim['decides']}"] if claim.get("decides") else []),
         ]
-        lines += ["", "| check | preset | in | ours | against | difference | seeds | paper | verdict |"]
-        lines.append("|---|---|---|--:|--:|--:|--:|--:|---|")
+        lines += ["", "| check | preset | in | ours | against | difference | seen from | seeds | paper | verdict |"]
+        lines.append("|---|---|---|--:|--:|--:|--:|--:|--:|---|")
         lines += [_line(result) for result in claim["checks"]]
     lines += ["", "## The runs", "", "What each preset reduces, and its settings at the cpu scale:", ""]
     for name, preset in found["presets"].items():
@@ -177,9 +187,9 @@ def _line(result: Saved) -> str:
     if "difference" in result:
         means = [_in_unit(result, sum(result[side]) / len(result[side]), "") for side in ("of", "than")]
         paper = _in_unit(result, result["paper"]) if "paper" in result else "–"
-        cells += [*means, difference(result), seeds_for(result), paper]
+        cells += [*means, difference(result), seen_from(result), seeds_for(result), paper]
     else:
-        cells += [""] * 5
+        cells += [""] * 6
     return "| " + " | ".join([*cells, result["verdict"]]) + " |"
 
 

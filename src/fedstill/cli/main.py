@@ -348,7 +348,9 @@ def join(
 @app.command(rich_help_panel="Papers")
 def presets(
     name: Annotated[str | None, typer.Argument(help="Show the settings and runs of this one.")] = None,
-    scale: Annotated[str, typer.Option(help="paper, or cpu: what two cores can do.")] = "paper",
+    scale: Annotated[
+        str, typer.Option(help="paper; near, where there is one: what two cores can do in hours; cpu: in minutes.")
+    ] = "paper",
     as_: As = "table",
 ) -> None:
     """List the papers' tables and figures that can be reproduced, or show one."""
@@ -358,7 +360,9 @@ def presets(
 @app.command(rich_help_panel="Papers")
 def reproduce(
     name: Annotated[str, typer.Argument(help="A preset from 'fedstill presets', such as fedkf/table5.")],
-    scale: Annotated[str, typer.Option(help="paper, or cpu: what two cores can do.")] = "paper",
+    scale: Annotated[
+        str, typer.Option(help="paper; near, where there is one: what two cores can do in hours; cpu: in minutes.")
+    ] = "paper",
     seeds: Annotated[int, typer.Option(help="Seeds, from 0 on.", min=1)] = 3,
     data_dir: DataDir = None,
     device: Device = None,

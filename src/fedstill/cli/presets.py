@@ -49,8 +49,8 @@ def reproduce(
         done = len(cells) - len(todo)
         console.print(f"{name}, {scale} scale, {seeds} seeds: {len(cells)} runs, {done} done", style="bold")
     for plan in found if shown else ():
-        if scale == "cpu" and plan.preset.cpu:
-            console.print(f"{plan.name} reduces: {plan.preset.cpu.reduces}", highlight=False)
+        if plan.reduction:
+            console.print(f"{plan.name} reduces: {plan.reduction.reduces}", highlight=False)
     check(todo)
     if todo and not device and shown:
         guess = duration(seconds_needed(todo))

@@ -92,3 +92,15 @@ class Discriminator(nn.Module):
         """The logit of each sample; the classifier's features are needed where it has no trunk."""
         logit: Tensor = self.head(features if self.trunk is None else self.trunk.features(x))
         return logit.squeeze(1)
+
+
+def gradient_penalty(judge: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The mean of (|grad D(x_i)| - 1)^2, where the norm is over all numbers of a sample.
+
+    >>> gradient_penalty(lambda x: 3 * x[:, 0] + 4 * x[:, 1], torch.ones(2, 2)).item()
+    16.0
+    """
+    x = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(judge(x).sum(), x, create_graph=True)
+    norms: Tensor = gradient.flatten(1).square().sum(1).sqrt()
+    return (norms - 1).square().mean()

@@ -73,7 +73,7 @@ class TransposedGenerator(nn.Module):
             *grow(z_dim, 256, (height // 8, width // 8), stride=1),
             *grow(256, 128),
             *grow(128, 64),
-            nn.ConvTranspose2d(64, channels, 4, 2, 1, bias=False),
+            nn.ConvTranspose2d(64, channels, 4, 2, 1),
             nn.Tanh(),
         )
 
@@ -147,6 +147,16 @@ class ConditionalGenerator(nn.Module):
         grown = torch.cat([part.view(len(z), 64, *self.start) for part in parts], dim=1)
         images: Tensor = self.stages(grown)
         return images
+
+
+@torch.no_grad()
+def dcgan_init(layer: nn.Module) -> None:
+    """First weights as in DCGAN: around 0, those of BatchNorm around 1, with a deviation of 0.02; no biases."""
+    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
+    if isinstance(weight, Tensor):
+        weight.normal_(1.0 if isinstance(layer, nn.modules.batchnorm._BatchNorm) else 0.0, 0.02)
+    if isinstance(bias, Tensor):
+        bias.zero_()
 
 
 class FeatureGenerator(nn.Module):

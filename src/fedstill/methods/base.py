@@ -175,6 +175,7 @@ class Method:
     server_keys: ClassVar[tuple[str, ...]] = ()
     client_keys: ClassVar[tuple[str, ...]] = ()
     streams: ClassVar[tuple[str, ...]] = ()
+    revision: ClassVar[int] = 0  # raised when the same settings come to give other numbers
     default_regions: ClassVar[int] = 1  # unless `regions` is set; more: it is made to aggregate regions
 
     def needs(self) -> Needs:

@@ -30,6 +30,7 @@ class CCVR(Modifier):
 
     name: ClassVar[str] = "ccvr"
     paper: ClassVar[str] = "Luo et al. 2021"
+    revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
     extra_information: ClassVar[str] = "mean, covariance and number of each class's features, once"
     server_keys: ClassVar[tuple[str, ...]] = ("ccvr",)
     streams: ClassVar[tuple[str, ...]] = ("virtual features", "calibration")

@@ -28,6 +28,7 @@ class CReFF(ServerSide):
 
     name: ClassVar[str] = "creff"
     paper: ClassVar[str] = "Shang et al. 2022"
+    revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
     extra_information: ClassVar[str] = "gradient of the classifier for each class, and which classes it has"
     server_keys: ClassVar[tuple[str, ...]] = ("synthetic", "head")
     streams: ClassVar[tuple[str, ...]] = ("synthetic features", "gradient draws", "re-training")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,9 +15,9 @@ from fedstill.core import seeds
 from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
 from fedstill.core.weights import FlatNet
-from fedstill.distill.auxiliary import Auxiliary, Discriminator, Generator
+from fedstill.distill.auxiliary import Auxiliary, Discriminator, Generator, gradient_penalty
 from fedstill.distill.ensemble import normalised
-from fedstill.distill.generators import ConditionalGenerator, check_image_shape, unconditional_generator
+from fedstill.distill.generators import ConditionalGenerator, check_image_shape, dcgan_init, unconditional_generator
 from fedstill.distill.stage import match_probabilities, mean_logits, mean_probabilities
 from fedstill.methods.base import Needs, Part, Server, Uplink, Wire
 from fedstill.methods.kinds import Kind
@@ -38,11 +38,12 @@ class DaFKD(Distilling):
 
     name: ClassVar[str] = "dafkd"
     paper: ClassVar[str] = "Wang et al. 2023"
+    revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
     server_keys: ClassVar[tuple[str, ...]] = ("generator",)
     client_keys: ClassVar[tuple[str, ...]] = ("discriminator",)
     streams: ClassVar[tuple[str, ...]] = ("adversarial noise",)
 
-    uniform: Annotated[bool, "average the clients' weights uniformly (Eq. 6), not by sample counts"] = True
+    uniform: Annotated[bool, "average classifiers and generators uniformly (Eq. 4, 6), not by sample counts"] = True
     variant: Annotated[Variant, "full, or an ablation: no-sharing (of the trunk), no-correlation, no-distill"] = "full"
     private: Annotated[
         bool, "clients send weighted predictions, not their discriminators, which these still give away"
@@ -50,6 +51,10 @@ class DaFKD(Distilling):
     conditional: Annotated[bool, "the generator has a label as a further input, drawn at random"] = False
     z_dim: Annotated[int, Ge(1), "d: dimension of the noise"] = 100
     generator_lr: Annotated[float, Gt(0), "learning rate of the generator (Adam)"] = 1e-3
+    generator_beta1: Annotated[float, Ge(0), Lt(1), "decay of its Adam's mean of gradients; DCGAN: 0.5"] = 0.9
+    generator_beta2: Annotated[float, Ge(0), Lt(1), "decay of its Adam's mean of squared gradients"] = 0.999
+    dcgan_init: Annotated[bool, "the generator's first weights have deviation 0.02, as in DCGAN"] = False
+    penalty: Annotated[float, Ge(0), "weight of the gradient penalty, (|grad D(x)| - 1)^2 of each sample"] = 0.0
     adv_rounds: Annotated[int, Ge(0), "train generator and discriminators only in the first rounds; 0: in all"] = 0
     adv_epochs: Annotated[int, Ge(0), "and only in a round's first epochs; 0: in all"] = 0
     batches: Annotated[int, Ge(1), "generated batches a round for the distillation"] = 40
@@ -117,7 +122,7 @@ class DaFKD(Distilling):
         inner = super().objective(client)
         if self.adv_rounds and client.round > self.adv_rounds:
             return inner
-        adam = Adam(params, self.generator_lr)
+        adam = Adam(params, self.generator_lr, betas=(self.generator_beta1, self.generator_beta2))
         noise, step = client.stream("adversarial noise"), 0
         a_pass = steps_of(len(client.data), task.local) // task.local.epochs
         last = self.adv_epochs * a_pass if self.adv_epochs else None
@@ -139,14 +144,26 @@ class DaFKD(Distilling):
             else:
                 logit = judge.head(torch.cat([out.features, out.extra.features])).squeeze(1)
             real = (torch.arange(len(logit)) < len(batch.y)).float()
-            return F.binary_cross_entropy_with_logits(logit, real)
+            adversarial = F.binary_cross_entropy_with_logits(logit, real)
+            return adversarial + self.penalty * steepness(batch) if self.penalty else adversarial
+
+        def judged(samples: Tensor) -> Tensor:
+            """The logits of samples that leave no trace in any statistics."""
+            with frozen_statistics(judge.trunk or client.net):
+                logit: Tensor = judge(samples, None if judge.trunk else client.net.features(samples))
+                return logit
+
+        def steepness(batch: Batch) -> Tensor:
+            """How far from 1 the gradient of D is between real and generated samples: mean of (|grad D(x)| - 1)^2."""
+            share = torch.rand(len(batch.y), 1, 1, 1, generator=noise)
+            with torch.no_grad():
+                between = share * batch.x + (1 - share) * generator.draw(max(2, len(batch.y)), noise)[: len(batch.y)]
+            return gradient_penalty(lambda x: judged(x).sigmoid(), between)
 
         def after(batch: Batch) -> None:  # the generator ascends Eq. 3, in its non-saturating form
             nonlocal step
             if active():
-                samples = generator.draw(max(2, len(batch.y)), noise)
-                with frozen_statistics(judge.trunk or client.net):
-                    logit = judge(samples) if judge.trunk else judge.head(client.net.features(samples)).squeeze(1)
+                logit = judged(generator.draw(max(2, len(batch.y)), noise))
                 descend(-F.logsigmoid(logit).mean(), params, adam)
             step += 1
 
@@ -169,7 +186,10 @@ class DaFKD(Distilling):
 
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         task, old_generator = server.task, server.state["generator"]
-        server.state["generator"] = weighted_mean((up["generator"], 1) for up in uplinks)  # Eq. 4
+        counts = (1 if self.uniform else up.samples for up in uplinks)
+        server.state["generator"] = weighted_mean(
+            zip((up["generator"] for up in uplinks), counts, strict=True)
+        )  # Eq. 4
         if server.round == 1 or self.variant == "no-distill" or self.server_epochs == 0:
             return
         if self.private:
@@ -213,10 +233,12 @@ class DaFKD(Distilling):
 
         def make() -> nn.Module:
             if self.conditional:
-                return ConditionalGenerator(shape, task.classes, self.z_dim)
-            return unconditional_generator(shape, self.z_dim)
+                net: nn.Module = ConditionalGenerator(shape, task.classes, self.z_dim)
+            else:
+                net = unconditional_generator(shape, self.z_dim)
+            return net.apply(dcgan_init) if self.dcgan_init else net
 
-        role = f"dafkd generator {self.z_dim} {self.conditional}"
+        role = f"dafkd generator {self.z_dim} {self.conditional} {self.dcgan_init}"
         return Generator(task, role, "generator", make, self.z_dim, self.conditional)
 
     def discriminator(self, task: Task) -> Auxiliary:

@@ -31,6 +31,7 @@ class FedGen(ServerSide):
 
     name: ClassVar[str] = "fedgen"
     paper: ClassVar[str] = "Zhu et al. 2021"
+    revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
     extra_information: ClassVar[str] = "number of samples of each class"
     server_keys: ClassVar[tuple[str, ...]] = ("feature_generator", "generator optimizer")
     streams: ClassVar[tuple[str, ...]] = ("generated", "generator")

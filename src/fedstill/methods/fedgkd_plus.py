@@ -15,6 +15,7 @@ class FedGKDPlus(FedGKD):
     """FedGKD on the network with MOON's projection head."""
 
     name: ClassVar[str] = "fedgkd-plus"
+    revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
     changes_model: ClassVar[bool] = True
 
     def network(self, net: Classifier) -> Classifier:

@@ -28,6 +28,7 @@ class FedHKD(FedAvg):
 
     name: ClassVar[str] = "fedhkd"
     paper: ClassVar[str] = "Chen et al. 2023"
+    revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
     extra_information: ClassVar[str] = "mean feature, mean soft prediction and number of samples of each class"
     server_keys: ClassVar[tuple[str, ...]] = ("class_features", "class_predictions", "counts")
     streams: ClassVar[tuple[str, ...]] = ("feature noise",)

@@ -34,6 +34,7 @@ class FedHyb(Distilling):
 
     name: ClassVar[str] = "fedhyb"
     paper: ClassVar[str] = "Liu et al. 2024"
+    revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
     needs_proxy_data: ClassVar[bool] = True
     order_stream: ClassVar[str] = "hybrid distillation"
     streams: ClassVar[tuple[str, ...]] = ("sub-networks",)
@@ -48,6 +49,7 @@ class FedHyb(Distilling):
         Variant, BeforeValidator(str), "ablation: 1 (self-distillation, beta=1), 2 (with beta), 3 (server only), full"
     ] = "full"
     beta_per_sample: Annotated[bool, "beta from each sample's loss, not the batch's mean"] = False
+    literal: Annotated[bool, "Eq. 3 and 5 as printed, (sum_m beta_m) (sum_m KL_m), not sum_m beta_m KL_m"] = False
     source: Annotated[Literal["proxy", "generated"], "server samples; generated needs dafkd+fedhyb"] = "proxy"
     server_epochs: Annotated[int, Ge(0), "epochs over the server's samples a round"] = 1
     server_batch: Annotated[int, Ge(1), "batch size of the distillation"] = 64
@@ -86,24 +88,29 @@ class FedHyb(Distilling):
 
         def term(batch: Batch, out: Outputs) -> Tensor:
             """a sum_m beta_m KL(softmax(q) || softmax(sub_m(R_m x))); the full network teaches and is not taught."""
-            total = torch.zeros(())
+            total, betas, divergences = torch.zeros(()), torch.zeros(()), torch.zeros(())
             for m in range(self.M):
                 width = self.min_width + (1 - self.min_width) * (float(torch.rand((), generator=rng)) if m else 0.0)
                 with slimmed(client.net, width) as sub:
                     student = logits(sub, self.transformed(batch.x, rng))
-                total = total + self.weighted(out.logits.detach(), student, batch.y)
-            return self.a * total
+                beta, divergence = self.weight_and_divergence(out.logits.detach(), student, batch.y)
+                total = total + (beta * divergence).mean()
+                betas, divergences = betas + beta, divergences + divergence
+            return self.a * ((betas * divergences).mean() if self.literal else total)
 
         return inner + Objective(term=term)
 
-    def weighted(self, teacher: Tensor, student: Tensor, y: Tensor) -> Tensor:
-        """beta_m KL_m with beta_m = sigmoid(-CE): a sub-network that is wrong is not pulled so hard."""
+    def weight_and_divergence(self, teacher: Tensor, student: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """beta_m and KL_m with beta_m = sigmoid(-CE), of the batch or of each sample.
+
+        A sub-network that is wrong is not pulled so hard.
+        """
         if self.variant == "1":
-            return kl(teacher, student)
+            return torch.ones(()), kl(teacher, student)
         if self.beta_per_sample:
             beta = torch.sigmoid(-F.cross_entropy(student, y, reduction="none")).detach()
-            return (beta * soft_kl_each(teacher.softmax(1), student)).mean()
-        return torch.sigmoid(-F.cross_entropy(student, y)).detach() * kl(teacher, student)
+            return beta, soft_kl_each(teacher.softmax(1), student)
+        return torch.sigmoid(-F.cross_entropy(student, y)).detach(), kl(teacher, student)
 
     def transformed(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """R_m: the batch at a random resolution, brought back to its size, each image turned a little."""

@@ -33,6 +33,7 @@ class FedKF(FedAvg):
 
     name: ClassVar[str] = "fedkf"
     paper: ClassVar[str] = "Zhou et al. 2022"
+    revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
     server_keys: ClassVar[tuple[str, ...]] = ("cache", "oca")
     client_keys: ClassVar[tuple[str, ...]] = ("generator", "optimizer")
     streams: ClassVar[tuple[str, ...]] = ("noise",)
@@ -47,7 +48,9 @@ class FedKF(FedAvg):
     cache_init: Annotated[CacheInit, "clients never active: left out (seen), or with the initial weights (w0)"] = "seen"
     gen_first: Annotated[bool, "generator step before the student's, as in Algorithm 1"] = True
     reset_generator: Annotated[bool, "a new generator every round, as in Algorithm 1"] = False
-    gen_adversarial: Annotated[bool, "the generator also seeks samples on which teacher and student differ"] = False
+    gen_adversarial: Annotated[
+        bool, "the generator also seeks samples on which the student differs from the teacher"
+    ] = False
     ie_normalised: Annotated[bool, "information entropy divided by log C and shifted into 0..1"] = True
     activation_mean: Annotated[bool, "mean of the absolute features instead of their sum"] = True
 
@@ -112,7 +115,7 @@ class FedKF(FedAvg):
             loss = self.generator_loss(teacher_out)
             if self.gen_adversarial:
                 client.net.eval()  # only its own steps may move the student's statistics
-                loss = loss - self.gamma * kl(teacher_out.logits, logits(client.net, pictures))
+                loss = loss - self.gamma * kl(teacher_out.logits.detach(), logits(client.net, pictures))
                 client.net.train()
             descend(loss, net.params, adam)
 

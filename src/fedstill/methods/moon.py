@@ -25,6 +25,7 @@ class MOON(FedAvg):
 
     name: ClassVar[str] = "moon"
     paper: ClassVar[str] = "Li et al. 2021"
+    revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
     changes_model: ClassVar[bool] = True
     client_keys: ClassVar[tuple[str, ...]] = ("previous",)
 

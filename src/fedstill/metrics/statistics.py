@@ -10,6 +10,7 @@ import numpy as np
 
 RESAMPLES = 9999
 CONFIDENCE = 0.95
+POWER = 0.8
 ENOUGH = 5  # seeds; a bootstrap of fewer misses the mean more often than one time in four
 
 
@@ -68,3 +69,23 @@ def paired(
         ).confidence_interval
         low, high = float(found.low), float(found.high)
     return Paired(float(d.mean()), low, high, int((d > 0).sum()), len(d))
+
+
+def detectable(differences: Sequence[float]) -> float:
+    """The smallest true difference that so many seeds would show in four cases of five, were it there.
+
+    From the standard deviation of the paired differences, as they are: what Student's interval of their mean excludes
+    zero for with a probability of 80 %. NaN for a single seed.
+    """
+    from scipy import optimize, stats
+
+    d = np.asarray(differences, float)
+    if len(d) < 2:
+        return float("nan")
+    freedom, critical = len(d) - 1, stats.t.ppf((1 + CONFIDENCE) / 2, len(d) - 1)
+
+    def missed(shift: float) -> float:
+        """The power at a shift, in standard errors, less the power that is wanted."""
+        return float(stats.nct.sf(critical, freedom, shift)) - POWER
+
+    return float(optimize.brentq(missed, 0, 2 * critical) * d.std(ddof=1) / len(d) ** 0.5)

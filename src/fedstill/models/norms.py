@@ -13,6 +13,13 @@ def norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     return [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
 
 
+def norm_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """The weights and biases of all normalisation layers of a network."""
+    kinds = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
+    layers = [layer for layer in module.modules() if isinstance(layer, kinds)]
+    return {p for layer in layers for p in layer.parameters(recurse=False)}
+
+
 def drop_statistics(module: nn.Module) -> None:
     """Let the BatchNorm layers of a network normalise by the batch for good."""
     for layer in norms(module):

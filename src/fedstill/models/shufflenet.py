@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedstill.models.base import Classifier, Stacked
 from fedstill.models.checks import whole
+from fedstill.models.slim import WholeConv2d
 
 
 def shufflenetv2(shape: Sequence[int], classes: int, *, code: int = 0) -> Classifier:
@@ -56,7 +57,7 @@ class Downsample(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.shortcut = nn.Sequential(*_depthwise_norm(inputs, stride=2), *_conv_norm(inputs, outputs // 2, kernel=1))
+        self.shortcut = nn.Sequential(*_depthwise_norm(inputs, stride=2), *_shuffled(inputs, outputs // 2))
         self.branch = _transform(inputs, outputs // 2, stride=2)
         self.shuffle = nn.ChannelShuffle(2)
 
@@ -69,13 +70,20 @@ def _transform(inputs: int, outputs: int, stride: int) -> nn.Sequential:
     return nn.Sequential(
         *_conv_norm(inputs, outputs, kernel=1),
         *_depthwise_norm(outputs, stride),
-        *_conv_norm(outputs, outputs, kernel=1),
+        *_shuffled(outputs, outputs),
     )
 
 
-def _conv_norm(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
+def _shuffled(inputs: int, outputs: int) -> nn.Sequential:
+    """The last convolution before channels are shuffled and split again: sub-networks keep all of its outputs."""
+    return _conv_norm(inputs, outputs, kernel=1, conv=WholeConv2d)
+
+
+def _conv_norm(
+    inputs: int, outputs: int, kernel: int, stride: int = 1, conv: type[nn.Conv2d] = nn.Conv2d
+) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False),
+        conv(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False),
         nn.BatchNorm2d(outputs),
         nn.ReLU(inplace=True),
     )

@@ -2,7 +2,8 @@
 
 A sub-network of width w keeps the first floor(w c + 1/2) of the c outputs of every layer but the classifier, and of
 every layer's inputs what the layers before it kept. Nothing is copied: its weights are views of the full network's,
-so its gradients are the full network's.
+so its gradients are the full network's. Channels that a network splits or shuffles stay whole (`WholeConv2d`): with
+fewer of them, each would meet the weights of another.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from fedstill.models.norms import frozen_statistics, norms
 Forward = Callable[[Tensor], Tensor]
 
 
+class WholeConv2d(nn.Conv2d):
+    """A convolution of which a sub-network keeps all outputs, whatever it keeps of the inputs."""
+
+
 def active_channels(channels: int, width: float) -> int:
     """How many of the channels a sub-network of this width keeps.
 
@@ -39,26 +44,37 @@ def slimmed(net: Classifier, width: float) -> Iterator[Classifier]:
     BatchNorm normalises by the batch and leaves its running statistics alone; GroupNorm keeps the size of its groups
     as near as the channels allow.
     """
-    classifier = [layer for layer in net.modules() if isinstance(layer, nn.Linear)][-1]
+    whole = _classifier(net)
+    with _replaced(net, lambda layer: _sliced(layer, 1.0 if layer is whole else width)):
+        yield net
+
+
+@contextmanager
+def _replaced(net: nn.Module, forward_of: Callable[[nn.Module], Forward | None]) -> Iterator[None]:
+    """Layers that do something else for as long as the context lasts."""
     changed: list[nn.Module] = []
     try:
         for layer in net.modules():
-            forward = _sliced(layer, width=1.0 if layer is classifier else width)
+            forward = forward_of(layer)
             if forward is not None:
                 layer.forward = forward
                 changed.append(layer)
-        yield net
+        yield
     finally:
         for layer in changed:
             del layer.forward  # the class's own shows again
+
+
+def _classifier(net: nn.Module) -> nn.Linear:
+    return [layer for layer in net.modules() if isinstance(layer, nn.Linear)][-1]
 
 
 @torch.no_grad()
 def check_sliceable(net: Classifier, x: Tensor, width: float) -> None:
     """Refuse a network of which no sub-networks can be made, trying it on a few samples.
 
-    What cannot be seen is whether layers that are joined by `torch.cat` still fit together; in a network whose layers
-    follow each other, or add up, they do.
+    A sub-network must be what the full network is with the other channels at zero. Where channels are split, shuffled
+    or joined by `torch.cat`, it may not be: its channels then meet weights that belong to others.
     """
     for name, layer in net.named_modules():
         own = any(True for _ in layer.parameters(recurse=False))
@@ -72,14 +88,62 @@ def check_sliceable(net: Classifier, x: Tensor, width: float) -> None:
     with frozen_statistics(net):
         full = net(x)
         try:
-            with slimmed(net, width) as narrow:
-                fits = narrow(x).shape == full.shape
             with slimmed(net, 1.0) as same:
-                fits = fits and torch.allclose(same(x), full, rtol=1e-3, atol=1e-4)
+                fits = torch.allclose(same(x), full, rtol=1e-3, atol=1e-4)
+            fits = fits and _keeps_channels_apart(net, x, width)
         except RuntimeError as error:
             raise SettingError(f"no sub-networks of this network: {str(error).splitlines()[0]}") from error
     if not fits:
-        raise SettingError("no sub-networks of this network: with fewer channels it does something else")
+        raise SettingError(
+            "no sub-networks of this network: with fewer channels it does something else; make the convolutions whose "
+            "outputs it splits, shuffles or joins fedstill.models.slim.WholeConv2d"
+        )
+
+
+def _keeps_channels_apart(net: Classifier, x: Tensor, width: float) -> bool:
+    """Whether a sub-network's outputs are those of the full network with all channels that are cut at zero.
+
+    In both, norms divide each channel by its own size, and a channel at zero stays there.
+    """
+    whole = _classifier(net)
+
+    def output(narrow: bool) -> Tensor:
+        def forward_of(layer: nn.Module) -> Forward | None:
+            if isinstance(layer, nn.GroupNorm | nn.modules.batchnorm._BatchNorm):
+                return lambda x: x / (_by_channel(torch.mean, x.square()).sqrt() + 1e-5)
+            if not isinstance(layer, nn.Conv2d | nn.Linear):
+                return None
+            own = _sliced(layer, 1.0 if layer is whole or not narrow else width)
+            assert own is not None
+            if isinstance(layer, nn.Conv2d) and layer.groups > 1:
+                return lambda x: own(x) * _by_channel(torch.amax, x.abs()).sign()
+            kept = _kept(layer, 1.0 if layer is whole else width)
+            return lambda x: _cut(own(x), kept, channel=1 if isinstance(layer, nn.Conv2d) else -1)
+
+        with _replaced(net, forward_of):
+            found: Tensor = net(x)
+        return found
+
+    expected, found = output(narrow=False), output(narrow=True)
+    return expected.shape == found.shape and bool((found - expected).norm() <= 1e-3 * expected.norm() + 1e-6)
+
+
+def _by_channel(reduce: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return reduce(x, dim=[d for d in range(x.dim()) if d != 1], keepdim=True)
+
+
+def _cut(y: Tensor, kept: int, channel: int) -> Tensor:
+    """The first channels, and zeros for the others."""
+    y = y.clone()
+    y.narrow(channel, kept, y.shape[channel] - kept).zero_()
+    return y
+
+
+def _kept(layer: nn.Conv2d | nn.Linear, width: float) -> int:
+    """How many of its outputs a layer has in a sub-network."""
+    if isinstance(layer, nn.Conv2d):
+        return active_channels(layer.out_channels, 1.0 if isinstance(layer, WholeConv2d) else width)
+    return active_channels(layer.out_features, width)
 
 
 def _is_special(layer: nn.Module) -> bool:
@@ -93,9 +157,9 @@ def _is_special(layer: nn.Module) -> bool:
 def _sliced(layer: nn.Module, width: float) -> Forward | None:
     """What a layer does in a sub-network; None: what it always does."""
     if isinstance(layer, nn.Conv2d):
-        return lambda x: _conv(layer, x, active_channels(layer.out_channels, width))
+        return lambda x: _conv(layer, x, _kept(layer, width))
     if isinstance(layer, nn.Linear):
-        return lambda x: _linear(layer, x, active_channels(layer.out_features, width))
+        return lambda x: _linear(layer, x, _kept(layer, width))
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
         return lambda x: _batch_norm(layer, x)
     if isinstance(layer, nn.GroupNorm):

@@ -16,7 +16,7 @@ from fedstill.models.checks import wholes
 
 
 def lenet5(shape: Sequence[int], classes: int) -> Classifier:
-    """LeNet-5 as in FedKF: the third convolution ends on a 1x1 map, whose 120 channels are the features."""
+    """LeNet-5 as in FedKF: the third convolution ends on a 1x1 map of 120 channels; 84 features follow."""
     body = nn.Sequential(
         nn.Conv2d(shape[0], 6, 5),
         nn.MaxPool2d(2),
@@ -27,9 +27,10 @@ def lenet5(shape: Sequence[int], classes: int) -> Classifier:
         nn.Conv2d(16, 120, 5),
         nn.ReLU(inplace=True),
         nn.Flatten(),
+        nn.Linear(120, 84),
+        nn.ReLU(inplace=True),
     )
-    head = nn.Sequential(nn.Linear(120, 84), nn.ReLU(inplace=True), nn.Linear(84, classes))
-    return Stacked(body, head, feature_dim=120)
+    return Stacked(body, nn.Linear(84, classes), feature_dim=84)
 
 
 def cnn(shape: Sequence[int], classes: int) -> Classifier:

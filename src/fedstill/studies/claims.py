@@ -64,6 +64,7 @@ class Claim(_Table):
     title: str
     paper: str
     note: str = ""  # what a reader must know to trust the verdicts
+    decides: str = ""  # of what is not confirmed: the hypotheses why, and what has been found out about them
     check: list[Check] = Field(min_length=1)
 
 
@@ -237,6 +238,7 @@ def saved(evidence: Evidence) -> dict[str, Any]:
                 "title": claim.title,
                 "paper": claim.paper,
                 "note": claim.note,
+                "decides": claim.decides,
                 "checks": [_as_data(f, evidence) for f in findings],
             }
             for claim, findings in found

@@ -17,7 +17,7 @@ from fedstill.building.config import Config, resolve
 from fedstill.core.errors import SettingError, explain, in_one_line, unknown
 from fedstill.methods import registry
 
-Scale = Literal["paper", "cpu"]
+Scale = Literal["paper", "near", "cpu"]
 # A paper's metric: the number of ours, and whether a larger one is better.
 METRICS: dict[str, tuple[str, bool]] = {
     "AMP": ("final_amp", True),
@@ -97,7 +97,12 @@ class Preset(_Table):
     parts: list[str] = Field(default_factory=list)  # presets that this one consists of
     reteach: bool = False  # the sweep is over the last episode's saved teachers of one run
     teachers: dict[str, Any] = Field(default_factory=dict)  # the method's settings in that run
+    near: Reduction | None = None  # as near to the paper as two cores can bear; not passed on to presets like this
     cpu: Reduction | None = None
+
+    def reduction(self, scale: Scale) -> Reduction | None:
+        """What a scale changes; None: nothing, or there is no such scale of this preset."""
+        return {"paper": None, "near": self.near, "cpu": self.cpu}[scale]
 
 
 class Point(BaseModel):
@@ -179,9 +184,11 @@ def _chosen(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]
 
 def points(preset: Preset, scale: Scale, **given: Any) -> list[Point]:
     """Every run of a preset at a scale, in the order of its rows and sweep; `given` wins over its settings."""
-    if scale == "cpu" and preset.cpu is None:
-        raise SettingError("there is no cpu scale of this preset")
-    less = preset.cpu if scale == "cpu" and preset.cpu else Reduction(reduces="")
+    less = preset.reduction(scale)
+    if less is None and scale != "paper":
+        having = ", ".join(name for name in names() if load(name).reduction(scale))
+        raise SettingError(f"there is no {scale} scale of this preset; presets that have one: {having}")
+    less = less or Reduction(reduces="")
     sweep = preset.sweep | less.sweep
     further = {row.name: row for row in less.row}
     found = []
@@ -194,11 +201,11 @@ def points(preset: Preset, scale: Scale, **given: Any) -> list[Point]:
             at = dict(zip(sweep, values, strict=True))
             layers: list[Mapping[str, Any]] = [preset.settings, less.settings, row.settings, more.settings, at]
             layers += [when.settings for when in (*row.when, *more.when) if when.at.items() <= at.items()]
-            found.append(Point(row=row.name, model=row.model, at=at, config=_resolved(method, [*layers, given])))
+            found.append(Point(row=row.name, model=row.model, at=at, config=resolved(method, [*layers, given])))
     return found
 
 
-def _resolved(method: str, layers: list[Mapping[str, Any]]) -> Config:
+def resolved(method: str, layers: list[Mapping[str, Any]]) -> Config:
     """A name that both the run and the method have is the method's where the preset writes it as hyper.name."""
     merged: dict[str, Any] = {}
     for layer in layers:

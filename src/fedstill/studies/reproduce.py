@@ -25,7 +25,7 @@ from fedstill.running.machine import cores, one_thread
 from fedstill.studies import presets
 from fedstill.studies.cells import Cell
 from fedstill.studies.comparison import to_target
-from fedstill.studies.presets import METRICS, Point, Preset, Scale
+from fedstill.studies.presets import METRICS, Point, Preset, Reduction, Scale
 from fedstill.studies.reteach import SavedEpisode
 
 BASELINE = "FedAvg"
@@ -65,8 +65,13 @@ class Plan:
     def title(self) -> str:
         """The preset's, with the dataset where the scale has another than the paper."""
         preset = self.preset
-        data = preset.cpu.settings.get("data") if self.scale == "cpu" and preset.cpu else None
+        data = self.reduction.settings.get("data") if self.reduction else None
         return f"{preset.title}; here {data}" if data and data != preset.settings.get("data") else preset.title
+
+    @property
+    def reduction(self) -> Reduction | None:
+        """What the scale changes; None: nothing."""
+        return self.preset.reduction(self.scale)
 
     @property
     def cells(self) -> list[Cell]:
@@ -93,6 +98,8 @@ def plans(name: str, scale: Scale, seeds: int, root: Path, **given: Any) -> list
 def directory(config: Config) -> str:
     """A name that only runs with the same numbers share, and that settings of later versions do not change."""
     settings = {k: v for k, v in anchored(config).model_dump(exclude_defaults=True).items() if k not in IRRELEVANT}
+    if revision := sum(part.revision for part in registry.find(config.method)):
+        settings["revision"] = revision
     if config.hyper:
         settings["hyper"] = registry.with_old_names(config.method, config.hyper)
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -18,7 +18,7 @@ from fedstill.core.device import to_current_device
 from fedstill.core.errors import SettingError
 from fedstill.core.weights import FlatNet
 from fedstill.data.augment import Augmentation
-from fedstill.models.norms import norms
+from fedstill.models.norms import norm_parameters, norms
 from fedstill.train.evaluate import Outputs, outputs
 from fedstill.train.optimizers import SGD, Adam, Optimizer
 from fedstill.train.task import LocalTraining, Samples, classifier
@@ -172,6 +172,8 @@ def fit(
     addend = torch.empty_like(weights) if objective.gradient else None
     addend_parts = net.split(addend) if addend is not None else []
     normed = [layer for m in (module, *objective.modules) for layer in norms(m)]
+    exempt = exempt_from_decay(local, module, *objective.modules)
+    decayed = [p for p in params if p not in exempt] if exempt else []
 
     def loss(batch: Batch) -> Tensor:
         use_statistics(normed, of_batch=statistics and len(batch.y) > 1)
@@ -187,10 +189,13 @@ def fit(
                     p.grad = part if p.grad is None else p.grad.add_(part)
         if local.clip:
             nn.utils.clip_grad_norm_(params, local.clip)
+        for p in decayed:
+            if p.grad is not None:
+                p.grad.add_(p.detach(), alpha=local.weight_decay)
 
     steps, total = take_steps(
         batches(data, local, order, no_single=bool(normed)),
-        make_optimizer(params, local, lr),
+        make_optimizer(params, replace(local, weight_decay=0.0) if exempt else local, lr),
         loss=loss,
         complete=complete,
         after=objective.after,
@@ -242,6 +247,13 @@ def make_optimizer(params: Sequence[Tensor], local: LocalTraining, lr: float, *,
     if local.optimizer == "adam":
         return Adam(params, lr, weight_decay=local.weight_decay, fused=fused)
     return SGD(params, lr, momentum=local.momentum, weight_decay=local.weight_decay, fused=fused)
+
+
+def exempt_from_decay(local: LocalTraining, *modules: nn.Module) -> set[nn.Parameter]:
+    """What weight decay leaves out; if there is any, decay is added to the gradients of the others before a step."""
+    if local.decay_norms or not local.weight_decay:
+        return set()
+    return set().union(*map(norm_parameters, modules))
 
 
 def steps_of(n: int, local: LocalTraining) -> int:

@@ -77,8 +77,17 @@ class SGD(Optimizer):
 class Adam(Optimizer):
     """Adam, which can be kept and restored."""
 
-    def __init__(self, params: Iterable[Tensor], lr: float, *, weight_decay: float = 0.0, fused: bool = True) -> None:
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fused: bool = True,
+    ) -> None:
         super().__init__(params, lr, weight_decay, fused)
+        self._betas = betas
         self._memory: dict[int, dict[str, Tensor]] = {}  # of each parameter that has been moved
 
     def _move(self, places: list[int], params: list[Tensor], gradients: list[Tensor]) -> None:
@@ -89,7 +98,8 @@ class Adam(Optimizer):
         steps, means, squares = ([self._memory[i][name] for i in places] for name in ("step", "exp_avg", "exp_avg_sq"))
         adam(
             params, _laid_out(gradients, params), means, squares, [], steps, fused=self.fused, amsgrad=False,
-            beta1=0.9, beta2=0.999, lr=self.lr, weight_decay=self.weight_decay, eps=1e-8, maximize=False,
+            beta1=self._betas[0], beta2=self._betas[1], lr=self.lr, weight_decay=self.weight_decay, eps=1e-8,
+            maximize=False,
         )  # fmt: skip
 
     def state(self) -> Tree:

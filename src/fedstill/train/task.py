@@ -31,6 +31,7 @@ class LocalTraining:
     lr_decay: float = 1.0  # the rate of round t is lr * lr_decay^(t-1)
     momentum: float = 0.0
     weight_decay: float = 0.0
+    decay_norms: bool = True  # whether weight decay reaches normalisation layers
     clip: float = 0.0  # largest gradient norm; 0: no clipping
     cosine: bool = False  # let the rate fall to 0 along a cosine, within the round
     steps_per_epoch: int = 0  # the same number for every client; 0: one pass over the client's own data

@@ -8,6 +8,7 @@ those of one client after the other, but for rounding and for layers that draw f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,17 @@ from fedstill.models.base import Classifier
 from fedstill.models.norms import norms
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, outputs
-from fedstill.train.loop import Batch, Fit, Objective, batches, make_optimizer, steps_of, take_steps, use_statistics
+from fedstill.train.loop import (
+    Batch,
+    Fit,
+    Objective,
+    batches,
+    exempt_from_decay,
+    make_optimizer,
+    steps_of,
+    take_steps,
+    use_statistics,
+)
 from fedstill.train.task import Task, classifier
 
 Step = tuple[Batch, ...]  # one of each client
@@ -93,6 +104,8 @@ def fit_together(rows: Tensor, clients: Sequence[Client], objectives: Sequence[O
     device.seed_layers(seeds.key(task.seed, "layers", first.round, first.id))
     networks = Rows(rows, nets)
     normed = [layer for client in clients for layer in norms(client.net)]
+    exempt = exempt_from_decay(local, first.net)
+    decayed = torch.cat([torch.full((p.numel(),), float(p not in exempt)) for p in nets[0].params])
     for client in clients:
         client.net.train()
         client.net.zero_grad()
@@ -113,6 +126,8 @@ def fit_together(rows: Tensor, clients: Sequence[Client], objectives: Sequence[O
         _complete(networks.weights.grad, nets, objectives)
         if local.clip:
             _clip(networks.weights.grad, local.clip)
+        if exempt:
+            networks.weights.grad.add_(networks.weights.detach() * decayed, alpha=local.weight_decay)
 
     def after(step: Step) -> None:
         networks.keep_buffers()
@@ -123,7 +138,7 @@ def fit_together(rows: Tensor, clients: Sequence[Client], objectives: Sequence[O
     steps, total = take_steps(
         zip(*orders, strict=True),
         # Not fused: those kernels take the memory of a tensor for one piece, and behind each row are its buffers.
-        make_optimizer([networks.weights], local, lr, fused=False),
+        make_optimizer([networks.weights], replace(local, weight_decay=0.0) if exempt else local, lr, fused=False),
         loss=losses,
         complete=complete,
         after=after,

@@ -1,0 +1,167 @@
+"""A small factorial of settings on several seeds: which of them decides?
+
+    python tools/factorial.py tools/factorials/dafkd.toml --out runs/dafkd --data-dir DATA
+    python tools/factorial.py tools/factorials/dafkd.toml --out runs/dafkd --table      # the table of what is there
+
+The file says what is expected and why (`hypothesis`), before any run; `settings` of every run; `factors`, each with its
+levels, of which the first is what the presets do; `variants`, groups of settings that every combination is run with, of
+which the first is compared with each of the others; `seeds` of at least 100, so that 0 to 4 stay untouched. Judge on
+images held out of the training images (tools/held_out.py), not on the test images.
+
+Every run has its directory: interrupted, the same command goes on where it stopped. The runs of a seed are carried out
+before those of the next, and the table is written to table.md after every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from fedstill.core.files import write_atomic
+from fedstill.metrics.statistics import detectable, paired, spread
+from fedstill.studies.cells import Cell, check, run_cells
+from fedstill.studies.presets import resolved
+from fedstill.studies.reproduce import directory
+
+UNTOUCHED = 100  # seeds below are for runs that confirm
+Levels = tuple[int, ...]  # of each factor
+
+
+class Factorial(BaseModel):
+    """What a file holds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    title: str
+    hypothesis: str
+    metric: str = "final_accuracy"
+    seeds: list[int] = Field(min_length=2)
+    settings: dict[str, Any]
+    factors: dict[str, list[Any]] = Field(default_factory=dict)
+    variants: dict[str, dict[str, Any]] = Field(min_length=1)
+
+    @property
+    def combinations(self) -> list[Levels]:
+        return list(itertools.product(*(range(len(levels)) for levels in self.factors.values())))
+
+    def at(self, levels: Levels) -> dict[str, Any]:
+        """The settings of a combination. A level that is a table sets several things at once."""
+        found: dict[str, Any] = {}
+        for (name, values), level in zip(self.factors.items(), levels, strict=True):
+            found |= values[level] if isinstance(values[level], dict) else {name: values[level]}
+        return found
+
+
+class Runs:
+    """The runs of a factorial, and what those that are finished came to."""
+
+    def __init__(self, factorial: Factorial, out: Path, data_dir: str) -> None:
+        self.factorial, self.cells = factorial, dict[tuple[str, Levels, int], Cell]()
+        for seed, levels in itertools.product(factorial.seeds, factorial.combinations):
+            for variant, own in factorial.variants.items():
+                layers = [factorial.settings, factorial.at(levels), own, {"seed": seed, "data_dir": data_dir}]
+                config = resolved(own["method"], layers)  # without factors that are settings of other methods
+                self.cells[variant, levels, seed] = Cell(out / "cells" / directory(config), config)
+
+    def number(self, variant: str, levels: Levels, seed: int) -> float | None:
+        cell = self.cells[variant, levels, seed]
+        return float(cell.summary()[self.factorial.metric]) if cell.finished else None  # type: ignore[literal-required]
+
+    def markdown(self) -> str:
+        """Each combination with its variants' means, then each factor's effect."""
+        f = self.factorial
+        first, *others = f.variants
+        numbers = {key: self.number(*key) for key in self.cells}
+        done = sum(value is not None for value in numbers.values())
+        lines = [
+            f"# {f.title}",
+            "",
+            f"Expected: {f.hypothesis}",
+            "",
+            f"{done} of {len(numbers)} runs. {f.metric}, in %.",
+        ]
+
+        def values(variant: str, levels: Levels, seeds: list[int]) -> list[float]:
+            return [value for s in seeds if (value := numbers[variant, levels, s]) is not None]
+
+        def complete(*wanted: tuple[str, Levels]) -> list[int]:
+            return [s for s in f.seeds if all(numbers[variant, levels, s] is not None for variant, levels in wanted)]
+
+        lines += ["", "| " + " | ".join([*f.factors, *f.variants, *(f"{first} − {other}" for other in others)]) + " |"]
+        lines.append("|---" * (len(f.factors) + len(f.variants) + len(others)) + "|")
+        for levels in f.combinations:
+            row = [_level(values[level]) for values, level in zip(f.factors.values(), levels, strict=True)]
+            row += [_mean(values(variant, levels, f.seeds)) for variant in f.variants]
+            for other in others:
+                seeds = complete((first, levels), (other, levels))
+                row.append(_difference(values(first, levels, seeds), values(other, levels, seeds)))
+            lines.append("| " + " | ".join(row) + " |")
+        lines += ["", f"What a factor changes in {first}, over all combinations of the others:", ""]
+        lines += ["| factor | level | less the first level |", "|---|---|---|"]
+        for place, (name, levels_of) in enumerate(f.factors.items()):
+            for level in range(1, len(levels_of)):
+                after = [c for c in f.combinations if c[place] == level]
+                before = [(*c[:place], 0, *c[place + 1 :]) for c in after]
+                seeds = complete(*((first, c) for c in [*after, *before]))
+                sides = [
+                    [float(np.mean([numbers[first, c, s] for c in side])) for s in seeds] for side in (after, before)
+                ]
+                lines.append(f"| {name} | {_level(levels_of[level])} | {_difference(*sides)} |")
+        lines += [
+            "",
+            "Differences are of paired seeds, with Student's 95 % interval of their mean and, after ≥, the",
+            "",
+        ]
+        lines[-1:] = ["smallest difference that so many seeds would show in four cases of five.", ""]
+        return "\n".join(lines)
+
+
+def _level(value: Any) -> str:
+    return " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+
+def _mean(values: list[float]) -> str:
+    found = spread(values) if values else None
+    return "" if found is None else f"{100 * found.mean:.2f}" + (f" ± {100 * found.std:.2f}" * (found.n > 1))
+
+
+def _difference(of: list[float], than: list[float]) -> str:
+    if len(of) < 2:
+        return ""
+    d = paired(of, than, interval="student")
+    power = detectable(np.subtract(of, than).tolist())
+    return f"{100 * d.mean:+.2f} [{100 * d.low:+.2f}, {100 * d.high:+.2f}] {d.wins}/{d.n}, ≥ {100 * power:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="where the runs and the table go")
+    parser.add_argument("--data-dir", default="", help="where dataset files are; empty: $FEDSTILL_DATA")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--table", action="store_true", help="write the table of what is finished, run nothing")
+    given = parser.parse_args()
+    if given.data_dir:
+        os.environ["FEDSTILL_DATA"] = given.data_dir  # functions that load data look there
+    factorial = Factorial.model_validate(tomllib.loads(given.file.read_text()))
+    if min(factorial.seeds) < UNTOUCHED:
+        parser.error(f"{given.file}: seeds must be at least {UNTOUCHED}; smaller ones are for runs that confirm")
+    runs = Runs(factorial, given.out, given.data_dir)
+    cells = list({cell.path: cell for cell in runs.cells.values()}.values())
+    if not given.table:
+        check([cell for cell in cells if not cell.finished])
+        for start in range(0, len(cells), given.jobs):
+            run_cells(cells[start : start + given.jobs], jobs=given.jobs)
+            write_atomic(given.out / "table.md", runs.markdown())
+    print(runs.markdown())
+
+
+if __name__ == "__main__":
+    main()

@@ -27,14 +27,14 @@ SETTINGS: dict[str, Any] = {
     "alpha": 0.1,
     "clients": 20,
     "participation": 0.2,
-    "rounds": 40,
+    "rounds": 30,
     "epochs": 5,
     "lr": 0.1,
     "seed": 0,
 }
 METHODS: dict[str, dict[str, Any]] = {  # each with settings of its own
     "fedavg": {},
-    "fedgkd": {"gamma": 0.2},
+    "fedgkd": {"gamma": 2.0},
     "fedavg+t1": {},
     "fedkf": {"gamma": 1.0},
 }

@@ -49,8 +49,8 @@ def check_image_shape(shape: Sequence[int]) -> tuple[int, int, int]:
     """The shape as (channels, height, width), or the reason why there are no pixels to make."""
     if len(shape) != 3 or min(shape) < 1:
         raise SettingError(
-            "its generator makes images, not text or plain numbers: it needs data of shape (channels, height, width), "
-            f"got {tuple(shape)}"
+            "this method's generator makes images, not text or plain numbers: it needs data of shape "
+            f"(channels, height, width), got {tuple(shape)}"
         )
     channels, height, width = shape
     return channels, height, width

@@ -4,7 +4,7 @@ INSTALLED := .venv/installed
 # Of pytest-xdist's schedulers, this one goes on when a test kills its process; tests beside each other stay together.
 PARALLEL := -n 2 --dist worksteal --max-worker-restart 4
 
-.PHONY: install demo test test-fast check fuzz bench clean
+.PHONY: install demo test test-fast check fuzz bench dist clean
 
 install: $(INSTALLED)
 
@@ -14,7 +14,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	$(BIN)/fedstill compare fedavg fedprox --clients 20 --alpha 0.1 --rounds 50 --out runs/demo --force
+	$(BIN)/fedstill demo
 
 # The many processes that tests start do not each compile the sources anew, also where Python is told to keep nothing.
 test test-fast: export PYTHONDONTWRITEBYTECODE =
@@ -40,5 +40,17 @@ bench: .venv/bench
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
 	touch $@
 
+dist: .venv/dist  # what could be uploaded; the wheel is tried in an environment of its own, away from the sources
+	rm -rf dist build .venv/wheel
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv .venv/wheel
+	.venv/wheel/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl
+	cd .venv/wheel && bin/fedstill demo --rounds 2 --out demo
+
+.venv/dist: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dist]'
+	touch $@
+
 clean:
-	rm -rf .venv .bench build *.egg-info src/*.egg-info
+	rm -rf .venv .bench build dist *.egg-info src/*.egg-info

@@ -178,4 +178,4 @@ def test_a_method_that_does_not_take_text_says_so_and_what_to_set() -> None:
     refused = {name: commandline.fedstill("methods", name, *text) for name in (*PIXELS, *STEPS_OF_SGD)}
     assert {answer.code for answer in refused.values()} == {2}
     assert all("optimizer=sgd" in refused[name].err for name in STEPS_OF_SGD)
-    assert "its generator makes images" in refused["fedkf"].err
+    assert "this method's generator makes images" in refused["fedkf"].err

@@ -104,9 +104,21 @@ def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(fedstill, "run", short, raising=False)
     examples = blocks("README.md", "python")
-    assert examples
+    assert examples == blocks("docs/getting-started.md", "python")
     for code in examples:
         exec(compile(code, "README.md", "exec"), {})  # noqa: S102 - the page under test
+
+
+def test_the_readmes_results_are_those_of_the_page_of_results() -> None:
+    """FedAvg's number, the method's, their difference and the verdict stand there together in one row."""
+    rows = [[cell.strip() for cell in line.split("|")] for line in (ROOT / "README.md").read_text().splitlines()]
+    shown = [
+        row[3:7] for row in rows if row[-2:-1] and row[-2] in ("confirmed", "contradicted", "not seen at this scale")
+    ]
+    judged = [line.split(" | ") for line in (ROOT / "docs" / "results.md").read_text().splitlines()]
+    known = [[row[4], row[3], row[5], row[8].removesuffix(" |")] for row in judged if len(row) == 9]
+    assert len(shown) == 9
+    assert [row for row in shown if row not in known] == []
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -170,10 +170,10 @@ def test_t1_on_top_of_fedkf_is_refused_since_fedkf_has_it(run_small: RunSmall) -
         run_small("fedkf+t1", **TINY)
 
 
-def test_the_papers_settings_are_the_defaults() -> None:
+def test_the_papers_settings_are_the_defaults_but_for_the_width_of_the_generator() -> None:
     method = FedKF()
     assert (method.lambda1, method.lambda2, method.gamma, method.beta) == (0.01, 0.1, 1.0, 1e-3)
-    assert (method.z_dim, method.width, method.cache_init, method.t1) == (100, 128, "seen", True)
+    assert (method.z_dim, method.width, method.cache_init, method.t1) == (100, 16, "seen", True)
     assert (method.gen_first, method.reset_generator, method.gen_adversarial) == (True, False, False)
     assert (method.ie_normalised, method.activation_mean) == (True, True)
 

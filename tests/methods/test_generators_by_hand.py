@@ -117,13 +117,13 @@ def test_fedftgs_generator_seeks_and_its_student_mends_what_differs(monkeypatch:
         kept.append(server.state["image generator"])
 
     monkeypatch.setattr(FedFTG, "improve", noting)
-    size, hyper = 6, {"z_dim": Z, "iterations": 2, "student_steps": 3, "generator_lr": 0.002}
+    size, hyper = 6, {"z_dim": Z, "generator_width": 8, "iterations": 2, "student_steps": 3, "generator_lr": 0.002}
     run = play("fedftg", rounds=1, **hyper, server_batch=size, lambda_cls=0.05, lambda_dis=0.3, lr=0.2)
     (crossed,) = run.rounds
     teachers = [network(up["model"]).eval() for up in crossed.up.values()]
     shares, rng = label_shares(run, crossed.up), at_server("image generator", 1)
     owned = torch.tensor([run.counts(k) for k in crossed.up]).sum(0).float()
-    before, found, generator = (loaded(ConditionalGenerator(SHAPE, CLASSES, Z), v) for v in (*kept, kept[0]))
+    before, found, generator = (loaded(ConditionalGenerator(SHAPE, CLASSES, Z, 8), v) for v in (*kept, kept[0]))
     adam, student = torch.optim.Adam(generator.parameters(), lr=0.002), network(averaged(crossed))
     for _ in range(2):
         y = torch.multinomial(owned, size, replacement=True, generator=rng)

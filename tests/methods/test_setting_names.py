@@ -10,6 +10,7 @@ import pytest
 import fedstill
 from fedstill.building.config import parse_assignments, read_toml, resolve
 from fedstill.methods import registry
+from fedstill.running.directory import RunDirectory
 from fedstill.studies import presets
 from fedstill.studies.reproduce import directory
 
@@ -58,6 +59,7 @@ def test_a_preset_with_old_names_does_not_lose_them() -> None:
         # As version 0.1 named the directories of these runs.
         ({"method": "feddf", "proxy": "pool", "pool": 60}, "feddf-5b5443f5f727"),
         ({"method": "fedavg"}, "fedavg-44136fa355b3"),
+        ({"method": "fedftg", "z_dim": 10, "generator_width": 128}, "fedftg-4a57001296ed"),
     ],
 )
 def test_a_run_of_before_is_found_again(
@@ -79,3 +81,11 @@ def test_a_configuration_of_before_is_the_same_run(tmp_path: Path) -> None:
     new = resolve({"method": "feddf", "proxy": "pool", "pool": 60})
     (tmp_path / "old.toml").write_text(new.toml().replace("server_steps", "steps"))
     assert resolve(read_toml(tmp_path / "old.toml")) == new
+
+
+def test_a_run_of_before_a_setting_has_what_was_then_built(tmp_path: Path) -> None:
+    settings = resolve({"method": "fedftg"}).toml().splitlines()
+    before = "\n".join(line for line in settings if not line.startswith("generator_width"))
+    (tmp_path / "config.toml").write_text(before)
+    assert RunDirectory.open(tmp_path, lock=False).config().hyper["generator_width"] == 128
+    assert resolve(read_toml(tmp_path / "config.toml")).hyper["generator_width"] == 32, "a new run of the same file"

@@ -36,7 +36,7 @@ STOPPED = 130  # what typer makes of Ctrl-C
 
 app = typer.Typer(
     name="fedstill",
-    help="Federated learning on heterogeneous data by knowledge distillation.\n\nStart with:  fedstill run fedavg",
+    help="Federated learning on heterogeneous data by knowledge distillation.\n\nStart with:  fedstill demo",
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -56,7 +56,7 @@ def options(
 ) -> None:
     """Federated learning on heterogeneous data by knowledge distillation.
 
-    Start with:  fedstill run fedavg
+    Start with:  fedstill demo
     """
 
 
@@ -143,6 +143,18 @@ OwnModel = Annotated[str, typer.Option(help="file.py:function, where the run's n
 OwnPretrained = Annotated[
     str, typer.Option(help="Folder or hub name of the encoder, where the run's network begins with one.")
 ]
+
+
+@app.command(rich_help_panel="Train")
+def demo(
+    out: Annotated[Path, typer.Option(help="Where its runs go; finished ones there are used again.")] = Path(
+        "runs/demo"
+    ),
+    rounds: Annotated[int | None, typer.Option(help="Rounds of each run, to try it out.", min=1)] = None,
+    force: Force = False,
+) -> None:
+    """See what it is about in three minutes: four methods where clients' data differ, a table, a picture, a page."""
+    _commands("demo").demo(out, rounds, force=force)
 
 
 @app.command(rich_help_panel="Train")

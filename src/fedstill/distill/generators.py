@@ -49,8 +49,8 @@ def check_image_shape(shape: Sequence[int]) -> tuple[int, int, int]:
     """The shape as (channels, height, width), or the reason why there are no pixels to make."""
     if len(shape) != 3 or min(shape) < 1:
         raise SettingError(
-            "its generator makes images, not text or plain numbers: it needs data of shape (channels, height, width), "
-            f"got {tuple(shape)}"
+            "this method's generator makes images, not text or plain numbers: it needs data of shape "
+            f"(channels, height, width), got {tuple(shape)}"
         )
     channels, height, width = shape
     return channels, height, width
@@ -116,27 +116,31 @@ def unconditional_generator(shape: Sequence[int], z_dim: int) -> nn.Module:
 
 
 class ConditionalGenerator(nn.Module):
-    """Noise and a label to an image, as in FedFTG, standardised like the data."""
+    """Noise and a label to an image, as in FedFTG, standardised like the data.
 
-    def __init__(self, shape: Sequence[int], classes: int, z_dim: int = 100) -> None:
+    Half of its `width` channels begin as noise, half as the label.
+    """
+
+    def __init__(self, shape: Sequence[int], classes: int, z_dim: int = 100, width: int = 128) -> None:
         super().__init__()
-        channels, height, width = check_image_shape(shape)
+        channels, height, image_width = check_image_shape(shape)
         self.z_dim, self.classes = z_dim, classes
-        self.start = (-(-height // 4), -(-width // 4))
+        self.start = (-(-height // 4), -(-image_width // 4))
+        self.half = width // 2
         cells = self.start[0] * self.start[1]
-        self.from_noise = nn.Linear(z_dim, 64 * cells)
-        self.from_label = nn.Linear(classes, 64 * cells)
+        self.from_noise = nn.Linear(z_dim, self.half * cells)
+        self.from_label = nn.Linear(classes, self.half * cells)
         self.stages = nn.Sequential(
-            nn.BatchNorm2d(128),
+            nn.BatchNorm2d(2 * self.half),
             nn.Upsample(scale_factor=2),
-            nn.Conv2d(128, 128, 3, padding=1),
-            nn.BatchNorm2d(128),
+            nn.Conv2d(2 * self.half, 2 * self.half, 3, padding=1),
+            nn.BatchNorm2d(2 * self.half),
             nn.LeakyReLU(0.2),
-            nn.Upsample(size=(height, width)),
-            nn.Conv2d(128, 64, 3, padding=1),
-            nn.BatchNorm2d(64),
+            nn.Upsample(size=(height, image_width)),
+            nn.Conv2d(2 * self.half, self.half, 3, padding=1),
+            nn.BatchNorm2d(self.half),
             nn.LeakyReLU(0.2),
-            nn.Conv2d(64, channels, 3, padding=1),
+            nn.Conv2d(self.half, channels, 3, padding=1),
             nn.Tanh(),
             nn.BatchNorm2d(channels, affine=False),
         )
@@ -144,7 +148,7 @@ class ConditionalGenerator(nn.Module):
     def forward(self, z: Tensor, y: Tensor) -> Tensor:
         """Images as networks see the data: mean 0 and deviation 1 over the batch."""
         parts = [self.from_noise(z), self.from_label(F.one_hot(y, self.classes).to(z.dtype))]
-        grown = torch.cat([part.view(len(z), 64, *self.start) for part in parts], dim=1)
+        grown = torch.cat([part.view(len(z), self.half, *self.start) for part in parts], dim=1)
         images: Tensor = self.stages(grown)
         return images
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Gt
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedstill.core import seeds
@@ -41,6 +41,7 @@ class FedFTG(ServerSide):
     lambda_cls: Annotated[float, Ge(0), "weight of the generator's cross-entropy"] = 1.0
     lambda_dis: Annotated[float, Ge(0), "weight of its diversity"] = 1.0
     z_dim: Annotated[int, Ge(1), "dimension of the noise"] = 100
+    generator_width: Annotated[int, Ge(2), "channels of the generator; the paper's presets: 128"] = 32
     generator_lr: Annotated[float, Gt(0), "learning rate of the generator (Adam)"] = 0.01
     server_lr: Annotated[float, Gt(0), "learning rate of the student (SGD)"] = 0.1
     server_batch: Annotated[int, Ge(2), "generated samples a step"] = 64
@@ -102,11 +103,11 @@ class FedFTG(ServerSide):
         server.state["image generator"] = generator.read()
 
     def generator(self, task: Task) -> Generator:
-        shape = task.dataset.shape
-        role = f"fedftg generator {self.z_dim}"
-        return Generator(
-            task, role, "generator", lambda: ConditionalGenerator(shape, task.classes, self.z_dim), self.z_dim, True
-        )
+        def make() -> nn.Module:
+            return ConditionalGenerator(task.dataset.shape, task.classes, self.z_dim, self.generator_width)
+
+        role = f"fedftg generator {self.z_dim} {self.generator_width}"
+        return Generator(task, role, "generator", make, self.z_dim, True)
 
     def pictures(self, task: Task, state: dict[str, Any], count: int) -> Tensor | None:
         if "image generator" not in state:

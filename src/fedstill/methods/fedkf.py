@@ -43,7 +43,7 @@ class FedKF(FedAvg):
     lambda2: Annotated[float, Ge(0), "weight of the generator's activation loss, Eq. 4"] = 0.1
     beta: Annotated[float, Gt(0), "learning rate of the generator (Adam)"] = 1e-3
     z_dim: Annotated[int, Ge(1), "dimension of the noise"] = 100
-    width: Annotated[int, Ge(2), "channels of the generator"] = 128
+    width: Annotated[int, Ge(2), "channels of the generator; the paper's: 128"] = 16
     t1: Annotated[bool, "teach and return the all-clients average; False is FedKF-"] = True
     cache_init: Annotated[CacheInit, "clients never active: left out (seen), or with the initial weights (w0)"] = "seen"
     gen_first: Annotated[bool, "generator step before the student's, as in Algorithm 1"] = True

@@ -66,6 +66,8 @@ _RENAMED = {
     "feddf": {"server_steps": "steps"},
     "dafkd": {"server_batch": "sample_batch"},
 }
+# Settings that came later, by the method that declares them, with what runs of before have.
+_ADDED: dict[str, dict[str, Any]] = {"fedftg": {"generator_width": 128}}
 
 log = logging.getLogger(__name__)
 
@@ -210,8 +212,17 @@ def _warn(method: str, old: str, new: str) -> None:
 
 def with_old_names(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings under the names they first had, for what is derived from them and must never change."""
-    old = {new: old for old, new in old_names(name).items()}
-    return {old.get(key, key): value for key, value in settings.items()}
+    old, added = {new: old for old, new in old_names(name).items()}, added_settings(name)
+    return {old.get(key, key): value for key, value in settings.items() if key not in added or value != added[key]}
+
+
+def added_settings(name: str) -> dict[str, Any]:
+    """Settings that the configuration of an older run lacks, with the values it was run with.
+
+    >>> added_settings("fedgkd+fedftg")
+    {'generator_width': 128}
+    """
+    return {key: value for part in find(name) for key, value in _ADDED.get(part.name, {}).items()}
 
 
 @cache

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, cast
 
-from fedstill.building.config import Config, read_toml, resolve
+from fedstill.building.config import Config, is_object, read_toml, resolve
 from fedstill.core import tree, trust
 from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.core.files import (
@@ -28,6 +28,7 @@ from fedstill.core.files import (
 from fedstill.core.index import Entries, Entry, Index, newest
 from fedstill.core.store import Store
 from fedstill.core.tree import Tree
+from fedstill.methods import registry
 from fedstill.metrics.records import RoundRecord
 from fedstill.running import files, lock
 
@@ -132,7 +133,10 @@ class RunDirectory:
         settings = read_toml(self.path / files.CONFIG)
         unused = set(replaced) - ({"method"} if settings.get("region") else set())  # regions' tables are read by it
         trust.check(self.path, {name: value for name, value in settings.items() if name not in unused})
-        return resolve(settings, custom_method="method" in replaced)
+        method, given = settings.get("method"), "method" in replaced
+        by_name = isinstance(method, str) and not given and not is_object(method)
+        before = registry.added_settings(method) if by_name else {}
+        return resolve({"hyper": before}, settings, custom_method=given)
 
     def records(self) -> list[RoundRecord]:
         """The rounds in metrics.jsonl. A line cut short by a crash, and what follows it, is left out."""

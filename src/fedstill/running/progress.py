@@ -47,6 +47,8 @@ class Progress(Callback):
             f"{c.model} with {run.parameters:,} weights, {c.rounds - run.round} rounds",
             style="bold",
         )
+        if c.hyper:
+            self._say(" ".join(f"{name}={_written(value)}" for name, value in c.hyper.items()))
         for warning in run.warnings:
             self._say(warning)
         if run.round < c.rounds:
@@ -143,6 +145,11 @@ def in_notebook() -> bool:
     """Whether this is a Jupyter notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def _written(value: object) -> str:
+    """A setting as --set takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _numbers(record: RoundRecord, metrics: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ import torch
 
 import fedstill
 from fedstill.core import custom
+from fedstill.core.errors import users_line_in
 from fedstill.core.table import frame
 from fedstill.metrics.statistics import spread
 from support.commandline import fedstill as command
@@ -220,15 +221,48 @@ def test_a_comparison_has_the_metrics_it_was_given_and_goes_on_with_them(tmp_pat
     ("methods", "settings", "reason"),
     [
         ([], {}, "at least one method"),
-        (["fedavg", "fedavg"], {}, "named twice"),
+        (["fedavg", "fedavg"], {}, "fedavg is named twice; a dict gives names"),
+        ([Mine(), Mine(strength=2.0)], {}, "mine is named twice"),
+        ("fedavg", {}, "methods is 'fedavg'; give a list"),
+        ([Mine], {}, r"write Mine\(…\)"),
+        (["fedavg"], {"seeds": [1, 2]}, r"seeds = \[1, 2\]"),
         (["fedavg"], {"seeds": 0}, "seeds = 0: at least 1"),
         (["fedavg", "feddyn"], {"mu": 1}, "'mu'; it belongs to fedprox"),
         (["fedavg"], {"sweep": {"seed": [1, 2]}}, "sweep of seed"),
     ],
 )
-def test_a_comparison_that_makes_no_sense_is_refused(methods: list[str], settings: Any, reason: str) -> None:
+def test_a_comparison_that_makes_no_sense_is_refused(methods: Any, settings: Any, reason: str) -> None:
     with pytest.raises(fedstill.SettingError, match=reason):
         fedstill.compare(methods, **settings)
+
+
+# --- methods that are objects ---
+
+
+def test_settings_of_a_method_that_is_an_object_are_changed_by_keywords_and_sweeps() -> None:
+    prox = fedstill.compose("fedprox", "t1", mu=0.0)
+    changed = fedstill.run(prox, mu=0.5, **TINY)
+    assert numbers(changed) == numbers(fedstill.run("fedprox+t1", mu=0.5, **TINY))
+    assert changed.config.method == "<FedProx+T1>"
+    assert changed.config.hyper["mu"] == 0.5
+    with pytest.raises(fedstill.SettingError, match="unknown setting 'muu'; did you mean 'mu'"):
+        fedstill.run(prox, hyper={"muu": 1}, **TINY)
+    with pytest.raises(fedstill.SettingError, match=r"mu = -1: should be greater"):
+        fedstill.run(prox, mu=-1, **TINY)
+    with pytest.raises(fedstill.SettingError, match=r"write Mine\(…\)"):
+        fedstill.run(Mine, **TINY)  # type: ignore[arg-type]
+
+
+def test_objects_and_names_compose_to_the_method_of_the_names() -> None:
+    found = fedstill.compose(Mine(strength=2.0), "feddf", "t1", server_steps=3)
+    assert [type(part).__name__ for part in found.parts()] == ["Mine", "FedDF", "T1"]
+    assert fedstill.compose("fedprox+t1") == fedstill.compose("fedprox", "t1")
+    after = fedstill.compose("fedgkd", fedstill.compose("feddf", server_steps=3))
+    assert [part.name for part in after.parts()] == ["fedgkd", "feddf"]
+    with pytest.raises(fedstill.SettingError, match="'mine' is a client side and comes first"):
+        fedstill.compose("feddf", Mine())
+    with pytest.raises(fedstill.SettingError, match="did you mean 'server_steps'"):
+        fedstill.compose(Mine(), "feddf", server_step=3)
 
 
 # --- lists and tables ---
@@ -283,6 +317,28 @@ def test_packages_register_methods_networks_and_datasets(monkeypatch: pytest.Mon
     assert result.config.hyper["strength"] == 2.0
     assert sum(p.numel() for p in result.model.parameters()) == 4 * 2 + 2
     assert "theirs" in {row[0] for row in fedstill.list_methods().rows}
+
+
+def test_a_package_that_registers_what_cannot_be_loaded_is_named_and_does_not_hide_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    point = importlib.metadata.EntryPoint("lost", "no_such_package:Method", "fedstill.methods")
+    monkeypatch.setattr(custom, "installed", lambda kind: {"lost": point} if kind == "methods" else {})
+    listed = {row[0]: row[1] for row in fedstill.list_methods().rows}
+    assert "registers as no_such_package:Method, cannot be loaded" in listed["lost"]
+    assert "fedavg" in listed
+    with pytest.raises(fedstill.SettingError, match="'mu'; it belongs to fedprox"):
+        fedstill.run("fedavg", mu=1)
+
+
+def test_an_error_in_a_package_that_offers_a_method_shows_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = importlib.metadata.EntryPoint("theirs", "theirs.methods:Method", "fedstill.methods")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [point] if "methods" in group else [])
+    packages = "/x/lib/python3.11/site-packages"
+    text = f'File "{packages}/theirs/methods.py", line 7\nFile "{packages}/torch/nn.py", line 9\n'
+    assert users_line_in(text) == f"{packages}/theirs/methods.py, line 7"
+    assert users_line_in('File "/home/ann/lib/mine.py", line 3\n') == "/home/ann/lib/mine.py, line 3"
+    assert users_line_in(f'File "{json.__file__}", line 3\n') == ""
 
 
 def test_entry_points_are_looked_for_in_three_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,7 +97,7 @@ class Comparison:
 
 
 def compare(
-    methods: Sequence[str | Method],
+    methods: Sequence[str | Method] | Mapping[str, str | Method],
     *,
     seeds: int = 1,
     sweep: Mapping[str, Sequence[Any]] | None = None,
@@ -120,13 +121,17 @@ def compare(
     >>> [row.method for row in found.rows[0]]
     ['fedavg', 'fedprox']
     """
+    if isinstance(methods, str | Method):
+        raise SettingError(f"methods is {methods!r:.60}; give a list of them, as ['fedavg', 'fedprox']")
     if not methods:
         raise SettingError("compare: name at least one method")
-    if seeds < 1:
-        raise SettingError(f"seeds = {seeds}: at least 1")
-    named = {method if isinstance(method, str) else method.name or type(method).__name__: method for method in methods}
+    if not isinstance(seeds, int) or seeds < 1:
+        raise SettingError(f"seeds = {seeds}: at least 1, a whole number; seed= is the first of them")
+    registry.refuse_others(methods.values() if isinstance(methods, Mapping) else methods)
+    named = dict(methods) if isinstance(methods, Mapping) else {_name(method): method for method in methods}
     if len(named) < len(methods):
-        raise SettingError("a method is named twice")
+        twice = next(name for name, count in Counter(map(_name, methods)).items() if count > 1)
+        raise SettingError(f"{twice} is named twice; a dict gives names, as {{'first': …, 'second': …}}")
     objects = {"data": data, "model": model, "proxy": proxy, "metrics": metrics}
     given: dict[str, Any] = dict(settings)
     first_seed = given.get("seed", 0)
@@ -146,6 +151,13 @@ def compare(
     watching = in_notebook() if progress is None else progress
     return carry_out(cells, list(named), points, seeds, folder, jobs=jobs, force=force, kept=kept,
                      console=Console() if watching else None)  # fmt: skip
+
+
+def _name(method: str | Method) -> str:
+    """What tables call a method: its name, of a composed one those of its parts."""
+    if isinstance(method, str):
+        return method
+    return "+".join(part.name or type(part).__name__ for part in registry.parts_of(method))
 
 
 def _own_names(method: str | Method) -> set[str]:

@@ -30,10 +30,10 @@ def results_table(summaries: Mapping[str, Summary]) -> Table:
     for name, s in summaries.items():
         moved = (s["bytes_down"] + s["bytes_up"] + s.get("bytes_regions", 0)) / 1e6
         shown.add(name, *_scores(s, balanced), f"{moved:.1f}", f"{s['seconds'] + s['eval_seconds']:.1f}")
-        shown.values.append({"run": name, "model": "", **dict(scalars(s))})
+        shown.values.append({"run": name, "model": "", **dict(scalars(s, "."))})
         for variant, scores in s.get("also", {}).items():
             shown.add(f"  {variant}", *_scores(scores, balanced))
-            shown.values.append({"run": name, "model": variant, **dict(scalars(scores))})
+            shown.values.append({"run": name, "model": variant, **dict(scalars(scores, "."))})
     return shown
 
 

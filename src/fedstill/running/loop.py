@@ -32,7 +32,7 @@ from fedstill.engine.worker import FinalExchange, Train, Worker
 from fedstill.inference.description import ModelDescription, describe, model_bytes, unwrapped
 from fedstill.inference.predictor import Predictor
 from fedstill.methods.base import Server, misfit
-from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Summary, value_of
+from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Scores, Summary
 from fedstill.running import files
 from fedstill.running.callbacks import Callback, Callbacks, RunView
 from fedstill.running.colluding import colluding
@@ -40,7 +40,7 @@ from fedstill.running.directory import RunDirectory, to_json, without_nan
 from fedstill.running.evaluation import Evaluation, evaluate, tested
 from fedstill.running.judging import History, Judge
 from fedstill.running.machine import make_engine, one_thread, server_threads
-from fedstill.running.records import NOT_EVALUATED, QUALITY, Tally, of_own_models, summarise, versions
+from fedstill.running.records import NOT_EVALUATED, Tally, of_own_models, summarise, versions
 from fedstill.running.retries import Retries
 from fedstill.running.uplinks import Checked, RoundFailed, fewest_answers
 from fedstill.train.task import classifier
@@ -219,7 +219,7 @@ class RoundLoop:
             return None
         evaluation = self._evaluate(engine, self.model())
         record |= cast(RoundRecord, without_nan(evaluation.record()) | {"evaluated": True})
-        self.callbacks.tell("on_evaluation_end", evaluation.record())
+        self._tell_evaluation(record)
         return evaluation
 
     def _meets(self, round_: int) -> bool:
@@ -249,7 +249,7 @@ class RoundLoop:
         if due:
             record["local_accuracy"] = tally.mean("local_accuracy")
             record |= cast(RoundRecord, main.record() if main else of_own_models(tally, config.metrics))
-            self.callbacks.tell("on_evaluation_end", {name: value_of(record, name) for name in QUALITY})
+            self._tell_evaluation(record)
         record |= {
             "train_loss": tally.mean("train_loss"),
             "bytes_down": tally.bytes_down,
@@ -277,6 +277,10 @@ class RoundLoop:
         if main and main.untested:
             record["untested"] = self._names(main.untested)
         return without_nan(record), main
+
+    def _tell_evaluation(self, record: RoundRecord) -> None:
+        scores = {name: value for name, value in without_nan(record).items() if name in Scores.__annotations__}
+        self.callbacks.tell("on_evaluation_end", scores)
 
     def _evaluate(self, engine: Engine, model: Tensor) -> Evaluation:
         return evaluate(engine, self.setup.federation, model, self.setup.metrics, self.setup.config.metrics)

@@ -145,6 +145,17 @@ def test_a_result_draws_and_reports_itself(result: fedstill.Result, tmp_path: Pa
     assert page.count("<figure data-chart=") == 2
 
 
+def test_what_is_shown_of_an_object_is_short() -> None:
+    data = fedstill.from_arrays(np.zeros((10, 3)), np.arange(10) % 2)
+    assert repr(data) == "<fedstill.Dataset arrays: 8 training and 2 test samples of shape (3,), 2 classes>"
+    assert repr(data.train) == "<fedstill.Split: 8 samples of shape (3,)>"
+    held = fedstill.from_clients([(np.zeros((10, 3)), np.arange(10) % 2)] * 2)
+    assert repr(held).startswith("<fedstill.Federation of ")
+    assert len(repr(held)) < 100
+    assert repr(fedstill.Config(lr=0.1, hyper={})) == "Config(method='fedavg', lr=0.1)"
+    assert repr(fedstill.list_settings("lr")) == str(fedstill.list_settings("lr"))
+
+
 # --- comparisons ---
 
 
@@ -166,6 +177,12 @@ def test_a_comparison_has_the_numbers_of_its_runs_in_every_form(tmp_path: Path) 
     assert rf"\textbf{{{cell.replace('±', '$' + chr(92) + 'pm$').replace('%', chr(92) + '%')}}}" in found.to_latex()
     assert all(rule in found.to_latex() for rule in (r"\toprule", r"\midrule", r"\bottomrule"))
     assert list(found.frame()["seeds"]) == [2, 2]
+    runs, rounds = found.runs(), found.rounds()
+    assert list(runs["method"]) == ["fedavg", "fedavg", "fedprox", "fedprox"]
+    assert list(runs["seed"]) == [0, 1, 0, 1]
+    assert list(runs["final_accuracy"]) == [r.summary["final_accuracy"] for m in methods for r in alone[m]]
+    assert list(rounds["round"]) == [1, 2] * 4
+    assert list(rounds["amp"]) == [record["amp"] for m in methods for r in alone[m] for record in r.records]
     shown = command("show", tmp_path / "c", "--format", "csv").out
     assert shown.split() == found.to_csv().split()
     assert "Cost" in command("show", tmp_path / "c").out
@@ -215,6 +232,35 @@ def test_a_comparison_has_the_metrics_it_was_given_and_goes_on_with_them(tmp_pat
     finals = found.frame()["final_accuracy"]
     assert list(numbers["test set"][1::2]) == pytest.approx(list(finals)), "the share that is right is the accuracy"
     assert compared().metrics()[0].rows == table.rows, "finished runs are used again"
+
+
+@pytest.mark.slow
+def test_callbacks_of_a_comparison_are_each_runs_own_and_what_they_stopped_is_finished(tmp_path: Path) -> None:
+    def compared(*callbacks: fedstill.Callback) -> fedstill.Comparison:
+        return fedstill.compare(["fedavg"], seeds=2, out=tmp_path / "c", callbacks=callbacks, **TINY | {"rounds": 3})
+
+    stop = fedstill.EarlyStopping("train_loss", patience=1, min_delta=99)
+    found = compared(stop, fedstill.CSVLog())
+    assert list(found.runs()["rounds"]) == [2, 2]
+    assert stop.best is None, "this one heard nothing"
+    table = found.costs()[0]
+    assert table.rows[0][table.columns.index("rounds")] == "2.0"
+    for cell in found.rows[0][0].cells:
+        with open(cell.path / "rounds.csv", newline="") as file:
+            assert [float(row["per_class.0"]) for row in csv.DictReader(file)] == [
+                record["per_class"][0] for record in cell.records()
+            ]
+    written = (tmp_path / "c/fedavg-s0/summary.json").stat().st_mtime_ns
+    compared(stop)
+    assert (tmp_path / "c/fedavg-s0/summary.json").stat().st_mtime_ns == written
+    assert list(compared().runs()["rounds"]) == [3, 3], "without them it goes on"
+    (tmp_path / "mine.py").write_text("import fedstill\nstop = fedstill.EarlyStopping('train_loss', 1, 99)\n")
+    words = ["compare", "fedavg", "--rounds", 3, "--clients", 4, "--set", "fraction=0.05", "--set", "epochs=1"]
+    answer = command(*words, "--out", tmp_path / "d", "--callback", f"{tmp_path}/mine.py:stop")
+    assert answer.code == 0, answer.err
+    assert json.loads((tmp_path / "d/fedavg/summary.json").read_text())["stopped_by"] == "EarlyStopping"
+    with pytest.raises(fedstill.SettingError, match="all runs would write there"):
+        compared(fedstill.CSVLog(tmp_path / "rounds.csv"))
 
 
 @pytest.mark.parametrize(

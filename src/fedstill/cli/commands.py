@@ -86,7 +86,10 @@ def own_callbacks(references: Sequence[str], *, tensorboard: bool = False) -> li
     found: list[Callback] = [TensorBoard()] if tensorboard else []
     for reference in references:
         if not custom.is_reference(reference):
-            raise SettingError(f"--callback {reference}: write it as file.py:name")
+            raise SettingError(
+                f"--callback {reference}: write it as file.py:name; of one that comes with fedstill, say with its "
+                "settings there: name = fedstill.EarlyStopping('train_loss')"
+            )
         made = custom.load(reference)
         found.append(made if isinstance(made, Callback) else custom.call(reference))
     return found

@@ -183,6 +183,7 @@ def compare(
     out: Out = None,
     set_: Set = None,
     force: Force = False,
+    callback: Callbacks = None,
     as_: As = "table",
 ) -> None:
     """Train several methods on the same clients, schedule and initial weights; end in a table and a picture.
@@ -194,8 +195,9 @@ def compare(
     A --set that only some of the methods know goes to those. Interrupted, the same command goes on.
     """
     _commands("compare").compare(
-        methods, settings, set_ or [], seeds=seeds, sweeps=sweep or [], jobs=jobs, out=out, force=force, as_=as_
-    )
+        methods, settings, set_ or [], seeds=seeds, sweeps=sweep or [], jobs=jobs, out=out, force=force, as_=as_,
+        callbacks=callback or [],
+    )  # fmt: skip
 
 
 @app.command(rich_help_panel="Train")

@@ -162,12 +162,8 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback], run: RunView) -> None:
         check_callbacks(callbacks)
         self.run = run
-        self._named: dict[str, Callback] = {}
+        self._named = by_name(callbacks)
         self._failed: dict[str, FedstillError] = {}
-        for callback in callbacks:
-            name = type(callback).__name__
-            alike = sum(type(other).__name__ == name for other in self._named.values())
-            self._named[f"{name} {alike + 1}" if alike else name] = callback
 
     def tell(self, event: str, *what: object) -> str:
         """Call an event of every callback that has not failed; the name of the first that answered True.
@@ -216,6 +212,16 @@ class Callbacks:
                     callback.load_state_dict(kept[name])
                 except Exception as error:
                     raise _named(error, f"{name}.load_state_dict") from error
+
+
+def by_name(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Callbacks by what they are called in a summary: their class, and which of several of it."""
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        name = type(callback).__name__
+        alike = sum(type(other).__name__ == name for other in named.values())
+        named[f"{name} {alike + 1}" if alike else name] = callback
+    return named
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:

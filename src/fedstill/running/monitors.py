@@ -172,12 +172,12 @@ class CSVLog(Callback):
     """Write the numbers of every round to a CSV file, by default rounds.csv in the run directory."""
 
     def __init__(self, path: str | Path | None = None) -> None:
-        self._given = None if path is None else Path(path)
+        self.given = None if path is None else Path(path)
         self._path = Path(files.ROUNDS)
         self._columns: tuple[str, ...] = ()
 
     def on_run_start(self, run: RunView) -> None:
-        self._path = self._given or run.path / files.ROUNDS
+        self._path = self.given or run.path / files.ROUNDS
         self._columns = ()
         if run.records:
             self._write(run.records)

@@ -29,8 +29,9 @@ from fedstill.metrics.scores import Function
 from fedstill.running import files
 from fedstill.running.api import configure
 from fedstill.running.callbacks import Callback, check_callbacks
-from fedstill.running.directory import RunDirectory, check_place, without_nan
+from fedstill.running.directory import RunDirectory, without_nan
 from fedstill.running.monitors import CSVLog
+from fedstill.running.places import check_place
 from fedstill.running.progress import in_notebook
 from fedstill.running.tensorboard import TensorBoard
 from fedstill.studies.cells import Cell, Watcher, check, run_cells

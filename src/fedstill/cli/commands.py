@@ -27,8 +27,9 @@ from fedstill.methods import registry
 from fedstill.metrics.records import RoundRecord, Summary, curve_metrics
 from fedstill.running import api, files
 from fedstill.running.callbacks import Callback
-from fedstill.running.directory import RunDirectory, stopped_by
+from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import prepare_again
+from fedstill.running.places import stopped_by
 from fedstill.running.progress import Progress
 from fedstill.running.result import Result
 from fedstill.running.rollback import rollback as go_back

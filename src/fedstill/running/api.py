@@ -42,6 +42,7 @@ from fedstill.running.loop import RoundLoop
 from fedstill.running.machine import check_engine
 from fedstill.running.progress import Progress, in_notebook
 from fedstill.running.result import Result
+from fedstill.running.results import network
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +243,7 @@ def run_in_directory(
             if at_end:
                 at_end(loop)
             predictor = loop.predictor()
-            model = unwrapped(predictor.module.network) if predictor else loop.trained()
+            model = unwrapped(predictor.module.network) if predictor else network(setup.task)
             return Result(summary, loop.records, model, directory.path, setup.config, loop.client_columns, predictor)
     finally:
         directory.release()

@@ -27,8 +27,9 @@ from fedstill.data.federation import Federation
 from fedstill.metrics.records import RoundRecord, Summary
 from fedstill.running import api, files
 from fedstill.running.callbacks import Callback, RunView, by_name
-from fedstill.running.directory import RunDirectory, check_result, stopped_by
+from fedstill.running.directory import RunDirectory
 from fedstill.running.machine import check_engine, cores, one_thread
+from fedstill.running.places import check_result, stopped_by
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,10 +33,11 @@ if TYPE_CHECKING:
     from fedstill.data.federation import Federation, federate, from_clients
     from fedstill.distill.stage import match_probabilities, mean_logits
     from fedstill.inference.predictor import Predictor
-    from fedstill.methods.base import Part, Server, Uplink, Wire
+    from fedstill.methods.base import Method, Part, Server, Uplink, Wire
     from fedstill.methods.fedavg import FedAvg
     from fedstill.methods.kinds import Kind
     from fedstill.methods.modifier import Modifier
+    from fedstill.methods.registry import compose
     from fedstill.methods.server_side import Distilling, ServerSide
     from fedstill.metrics.records import EpisodeRecord, RoundRecord, Scores, Summary
     from fedstill.models import Classifier
@@ -76,10 +78,11 @@ _HOMES = {
     "fedstill.distill.stage": ("match_probabilities", "mean_logits"),
     "fedstill.inference.predictor": ("Predictor",),
     "fedstill.running.loading": ("load",),
-    "fedstill.methods.base": ("Part", "Server", "Uplink", "Wire"),
+    "fedstill.methods.base": ("Method", "Part", "Server", "Uplink", "Wire"),
     "fedstill.methods.fedavg": ("FedAvg",),
     "fedstill.methods.kinds": ("Kind",),
     "fedstill.methods.modifier": ("Modifier",),
+    "fedstill.methods.registry": ("compose",),
     "fedstill.methods.server_side": ("Distilling", "ServerSide"),
     "fedstill.metrics.records": ("EpisodeRecord", "RoundRecord", "Scores", "Summary"),
     "fedstill.models": ("Classifier",),
@@ -114,6 +117,7 @@ __all__ = [
     "FedstillError",
     "Kind",
     "LocalTraining",
+    "Method",
     "Modifier",
     "Objective",
     "Part",
@@ -139,6 +143,7 @@ __all__ = [
     "Uplink",
     "Wire",
     "compare",
+    "compose",
     "federate",
     "from_arrays",
     "from_clients",
@@ -163,7 +168,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'fedstill' has no attribute {name!r}")
+        listed = f"; fedstill.list_{name}() lists them" if f"list_{name}" in _HOME else ""
+        raise AttributeError(
+            f"module 'fedstill' has no attribute {name!r}{listed}", name=name, obj=sys.modules[__name__]
+        )
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

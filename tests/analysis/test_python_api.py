@@ -22,6 +22,7 @@ import torch
 
 import fedstill
 from fedstill.core import custom
+from fedstill.core.errors import users_line_in
 from fedstill.core.table import frame
 from fedstill.metrics.statistics import spread
 from support.commandline import fedstill as command
@@ -144,6 +145,17 @@ def test_a_result_draws_and_reports_itself(result: fedstill.Result, tmp_path: Pa
     assert page.count("<figure data-chart=") == 2
 
 
+def test_what_is_shown_of_an_object_is_short() -> None:
+    data = fedstill.from_arrays(np.zeros((10, 3)), np.arange(10) % 2)
+    assert repr(data) == "<fedstill.Dataset arrays: 8 training and 2 test samples of shape (3,), 2 classes>"
+    assert repr(data.train) == "<fedstill.Split: 8 samples of shape (3,)>"
+    held = fedstill.from_clients([(np.zeros((10, 3)), np.arange(10) % 2)] * 2)
+    assert repr(held).startswith("<fedstill.Federation of ")
+    assert len(repr(held)) < 100
+    assert repr(fedstill.Config(lr=0.1, hyper={})) == "Config(method='fedavg', lr=0.1)"
+    assert repr(fedstill.list_settings("lr")) == str(fedstill.list_settings("lr"))
+
+
 # --- comparisons ---
 
 
@@ -165,6 +177,12 @@ def test_a_comparison_has_the_numbers_of_its_runs_in_every_form(tmp_path: Path) 
     assert rf"\textbf{{{cell.replace('±', '$' + chr(92) + 'pm$').replace('%', chr(92) + '%')}}}" in found.to_latex()
     assert all(rule in found.to_latex() for rule in (r"\toprule", r"\midrule", r"\bottomrule"))
     assert list(found.frame()["seeds"]) == [2, 2]
+    runs, rounds = found.runs(), found.rounds()
+    assert list(runs["method"]) == ["fedavg", "fedavg", "fedprox", "fedprox"]
+    assert list(runs["seed"]) == [0, 1, 0, 1]
+    assert list(runs["final_accuracy"]) == [r.summary["final_accuracy"] for m in methods for r in alone[m]]
+    assert list(rounds["round"]) == [1, 2] * 4
+    assert list(rounds["amp"]) == [record["amp"] for m in methods for r in alone[m] for record in r.records]
     shown = command("show", tmp_path / "c", "--format", "csv").out
     assert shown.split() == found.to_csv().split()
     assert "Cost" in command("show", tmp_path / "c").out
@@ -216,19 +234,81 @@ def test_a_comparison_has_the_metrics_it_was_given_and_goes_on_with_them(tmp_pat
     assert compared().metrics()[0].rows == table.rows, "finished runs are used again"
 
 
+@pytest.mark.slow
+def test_callbacks_of_a_comparison_are_each_runs_own_and_what_they_stopped_is_finished(tmp_path: Path) -> None:
+    def compared(*callbacks: fedstill.Callback) -> fedstill.Comparison:
+        return fedstill.compare(["fedavg"], seeds=2, out=tmp_path / "c", callbacks=callbacks, **TINY | {"rounds": 3})
+
+    stop = fedstill.EarlyStopping("train_loss", patience=1, min_delta=99)
+    found = compared(stop, fedstill.CSVLog())
+    assert list(found.runs()["rounds"]) == [2, 2]
+    assert stop.best is None, "this one heard nothing"
+    table = found.costs()[0]
+    assert table.rows[0][table.columns.index("rounds")] == "2.0"
+    for cell in found.rows[0][0].cells:
+        with open(cell.path / "rounds.csv", newline="") as file:
+            assert [float(row["per_class.0"]) for row in csv.DictReader(file)] == [
+                record["per_class"][0] for record in cell.records()
+            ]
+    written = (tmp_path / "c/fedavg-s0/summary.json").stat().st_mtime_ns
+    compared(stop)
+    assert (tmp_path / "c/fedavg-s0/summary.json").stat().st_mtime_ns == written
+    assert list(compared().runs()["rounds"]) == [3, 3], "without them it goes on"
+    (tmp_path / "mine.py").write_text("import fedstill\nstop = fedstill.EarlyStopping('train_loss', 1, 99)\n")
+    words = ["compare", "fedavg", "--rounds", 3, "--clients", 4, "--set", "fraction=0.05", "--set", "epochs=1"]
+    answer = command(*words, "--out", tmp_path / "d", "--callback", f"{tmp_path}/mine.py:stop")
+    assert answer.code == 0, answer.err
+    assert json.loads((tmp_path / "d/fedavg/summary.json").read_text())["stopped_by"] == "EarlyStopping"
+    with pytest.raises(fedstill.SettingError, match="all runs would write there"):
+        compared(fedstill.CSVLog(tmp_path / "rounds.csv"))
+
+
 @pytest.mark.parametrize(
     ("methods", "settings", "reason"),
     [
         ([], {}, "at least one method"),
-        (["fedavg", "fedavg"], {}, "named twice"),
+        (["fedavg", "fedavg"], {}, "fedavg is named twice; a dict gives names"),
+        ([Mine(), Mine(strength=2.0)], {}, "mine is named twice"),
+        ("fedavg", {}, "methods is 'fedavg'; give a list"),
+        ([Mine], {}, r"write Mine\(…\)"),
+        (["fedavg"], {"seeds": [1, 2]}, r"seeds = \[1, 2\]"),
         (["fedavg"], {"seeds": 0}, "seeds = 0: at least 1"),
         (["fedavg", "feddyn"], {"mu": 1}, "'mu'; it belongs to fedprox"),
         (["fedavg"], {"sweep": {"seed": [1, 2]}}, "sweep of seed"),
     ],
 )
-def test_a_comparison_that_makes_no_sense_is_refused(methods: list[str], settings: Any, reason: str) -> None:
+def test_a_comparison_that_makes_no_sense_is_refused(methods: Any, settings: Any, reason: str) -> None:
     with pytest.raises(fedstill.SettingError, match=reason):
         fedstill.compare(methods, **settings)
+
+
+# --- methods that are objects ---
+
+
+def test_settings_of_a_method_that_is_an_object_are_changed_by_keywords_and_sweeps() -> None:
+    prox = fedstill.compose("fedprox", "t1", mu=0.0)
+    changed = fedstill.run(prox, mu=0.5, **TINY)
+    assert numbers(changed) == numbers(fedstill.run("fedprox+t1", mu=0.5, **TINY))
+    assert changed.config.method == "<FedProx+T1>"
+    assert changed.config.hyper["mu"] == 0.5
+    with pytest.raises(fedstill.SettingError, match="unknown setting 'muu'; did you mean 'mu'"):
+        fedstill.run(prox, hyper={"muu": 1}, **TINY)
+    with pytest.raises(fedstill.SettingError, match=r"mu = -1: should be greater"):
+        fedstill.run(prox, mu=-1, **TINY)
+    with pytest.raises(fedstill.SettingError, match=r"write Mine\(…\)"):
+        fedstill.run(Mine, **TINY)  # type: ignore[arg-type]
+
+
+def test_objects_and_names_compose_to_the_method_of_the_names() -> None:
+    found = fedstill.compose(Mine(strength=2.0), "feddf", "t1", server_steps=3)
+    assert [type(part).__name__ for part in found.parts()] == ["Mine", "FedDF", "T1"]
+    assert fedstill.compose("fedprox+t1") == fedstill.compose("fedprox", "t1")
+    after = fedstill.compose("fedgkd", fedstill.compose("feddf", server_steps=3))
+    assert [part.name for part in after.parts()] == ["fedgkd", "feddf"]
+    with pytest.raises(fedstill.SettingError, match="'mine' is a client side and comes first"):
+        fedstill.compose("feddf", Mine())
+    with pytest.raises(fedstill.SettingError, match="did you mean 'server_steps'"):
+        fedstill.compose(Mine(), "feddf", server_step=3)
 
 
 # --- lists and tables ---
@@ -283,6 +363,28 @@ def test_packages_register_methods_networks_and_datasets(monkeypatch: pytest.Mon
     assert result.config.hyper["strength"] == 2.0
     assert sum(p.numel() for p in result.model.parameters()) == 4 * 2 + 2
     assert "theirs" in {row[0] for row in fedstill.list_methods().rows}
+
+
+def test_a_package_that_registers_what_cannot_be_loaded_is_named_and_does_not_hide_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    point = importlib.metadata.EntryPoint("lost", "no_such_package:Method", "fedstill.methods")
+    monkeypatch.setattr(custom, "installed", lambda kind: {"lost": point} if kind == "methods" else {})
+    listed = {row[0]: row[1] for row in fedstill.list_methods().rows}
+    assert "registers as no_such_package:Method, cannot be loaded" in listed["lost"]
+    assert "fedavg" in listed
+    with pytest.raises(fedstill.SettingError, match="'mu'; it belongs to fedprox"):
+        fedstill.run("fedavg", mu=1)
+
+
+def test_an_error_in_a_package_that_offers_a_method_shows_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = importlib.metadata.EntryPoint("theirs", "theirs.methods:Method", "fedstill.methods")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [point] if "methods" in group else [])
+    packages = "/x/lib/python3.11/site-packages"
+    text = f'File "{packages}/theirs/methods.py", line 7\nFile "{packages}/torch/nn.py", line 9\n'
+    assert users_line_in(text) == f"{packages}/theirs/methods.py, line 7"
+    assert users_line_in('File "/home/ann/lib/mine.py", line 3\n') == "/home/ann/lib/mine.py, line 3"
+    assert users_line_in(f'File "{json.__file__}", line 3\n') == ""
 
 
 def test_entry_points_are_looked_for_in_three_groups(monkeypatch: pytest.MonkeyPatch) -> None:

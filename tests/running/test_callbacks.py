@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 from collections.abc import Mapping
@@ -45,7 +46,7 @@ class Diary(fedstill.Callback):
         self.events.append(("evaluation", scores["accuracy"]))
 
     def on_round_end(self, run: fedstill.RunView, record: RoundRecord) -> None:
-        self.events.append(("round end", record["round"], run.records[-1] is record))
+        self.events.append(("round end", record["round"], run.records[-1] == record))
 
     def on_run_end(self, run: fedstill.RunView, summary: Summary) -> None:
         self.events.append(("run end", summary["rounds"]))
@@ -321,8 +322,56 @@ def test_state_that_cannot_be_kept_is_named() -> None:
 
 
 def test_a_class_instead_of_an_object_is_refused_with_what_to_write() -> None:
-    with pytest.raises(fedstill.SettingError, match=r"write Diary\(\)"):
+    with pytest.raises(fedstill.SettingError, match=r"write Diary\(…\)"):
         fedstill.run("fedavg", **TINY, callbacks=[Diary])  # type: ignore[list-item]
+
+
+def test_what_no_run_would_call_is_refused_before_there_is_a_directory(tmp_path: Path) -> None:
+    class Misspelt(fedstill.Callback):
+        def on_rund_end(self, run: fedstill.RunView, record: RoundRecord) -> None: ...
+
+    class Short(fedstill.Callback):
+        def on_round_end(self, run: fedstill.RunView) -> None: ...  # type: ignore[override]
+
+    refused = {Misspelt: "did you mean 'on_round_end'", Short: r"takes other arguments than \(self, run, record\)"}
+    for callback, reason in refused.items():
+        with pytest.raises(fedstill.SettingError, match=reason):
+            fedstill.run("fedavg", **TINY, out=tmp_path / "run", callbacks=[callback()])
+    with pytest.raises(fedstill.SettingError, match="give a list of them"):
+        fedstill.run("fedavg", **TINY, out=tmp_path / "run", callbacks=Diary(), progress=True)  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_callback_cannot_change_what_happened() -> None:
+    class Forger(fedstill.Callback):
+        """Changes all it can, and keeps what the run refused."""
+
+        def __init__(self) -> None:
+            self.refused = 0
+
+        def forge(self, record: Any) -> None:
+            try:
+                record["accuracy"] = 1.0
+            except TypeError:
+                self.refused += 1
+
+        def on_evaluation_end(self, run: fedstill.RunView, scores: Scores) -> None:
+            self.forge(scores)
+            scores["per_class"].clear()
+
+        def on_round_end(self, run: fedstill.RunView, record: RoundRecord) -> None:
+            self.forge(record)
+            self.forge(run.records[0])
+            run.weights().zero_()
+            copied = copy.deepcopy(record)
+            copied["accuracy"] = 1.0  # its own
+
+        def on_run_end(self, run: fedstill.RunView, summary: Summary) -> None:
+            self.forge(summary)
+
+    forger = Forger()
+    assert numbers(fedstill.run("fedavg", **TINY, callbacks=[forger])) == numbers(fedstill.run("fedavg", **TINY))
+    assert forger.refused == 4 + 2 * 4 + 1
 
 
 def test_two_of_a_kind_keep_their_own_state(tmp_path: Path) -> None:

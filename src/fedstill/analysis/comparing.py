@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack
@@ -23,11 +24,16 @@ from fedstill.core.files import read_json, write_json
 from fedstill.core.table import Table, frame
 from fedstill.methods import registry
 from fedstill.methods.base import Method
+from fedstill.metrics.records import scalars
 from fedstill.metrics.scores import Function
 from fedstill.running import files
 from fedstill.running.api import configure
-from fedstill.running.directory import RunDirectory, check_place, without_nan
+from fedstill.running.callbacks import Callback, check_callbacks
+from fedstill.running.directory import RunDirectory, without_nan
+from fedstill.running.monitors import CSVLog
+from fedstill.running.places import check_place
 from fedstill.running.progress import in_notebook
+from fedstill.running.tensorboard import TensorBoard
 from fedstill.studies.cells import Cell, Watcher, check, run_cells
 from fedstill.studies.comparison import Row, combinations, grid
 from fedstill.studies.progress import AllRuns
@@ -77,13 +83,35 @@ class Comparison:
         """A row for each method and combination: a pandas DataFrame, or without pandas a dict of NumPy arrays."""
         return frame([row for table in self.tables() for row in table.values])
 
+    def runs(self) -> Any:
+        """A row for each run: method, swept settings, seed, and the numbers of its summary; as `frame` gives them."""
+        return frame([about | dict(scalars(cell.summary(), ".")) | about for about, cell in self._cells()])
+
+    def rounds(self) -> Any:
+        """A row for each round of each run: method, swept settings, seed, round, and the numbers of its record."""
+        return frame(
+            [
+                about | {"round": record["round"], **dict(scalars(record, "."))}
+                for about, cell in self._cells()
+                for record in cell.records()
+            ]
+        )
+
+    def _cells(self) -> Iterator[tuple[dict[str, Any], Cell]]:
+        for row in (row for rows in self.rows for row in rows if not row.variant):
+            for cell in row.cells:
+                yield {"method": row.method, **row.settings, "seed": cell.config.seed}, cell
+
     def to_markdown(self) -> str:
+        """The tables in Markdown, the best of each column in bold."""
         return "\n".join(map(str, self.tables())) if len(self.rows) > 1 else self.tables()[0].to_markdown()
 
     def to_latex(self) -> str:
+        r"""The tables in LaTeX, for \usepackage{booktabs}."""
         return "\n".join(f"% {table.title}\n{table.to_latex()}" for table in self.tables())
 
     def to_csv(self) -> str:
+        """What `frame` has, as CSV."""
         values = [row for table in self.tables() for row in table.values]
         return Table("", (), values=values).to_csv()
 
@@ -96,7 +124,7 @@ class Comparison:
 
 
 def compare(
-    methods: Sequence[str | Method],
+    methods: Sequence[str | Method] | Mapping[str, str | Method],
     *,
     seeds: int = 1,
     sweep: Mapping[str, Sequence[Any]] | None = None,
@@ -107,26 +135,40 @@ def compare(
     out: str | Path | None = None,
     force: bool = False,
     jobs: int = 0,
+    callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
     **settings: Unpack[Keywords],
 ) -> Comparison:
     """Train several methods on the same clients, schedule and initial weights, with each of `seeds` seeds.
 
-    A setting that only some of the methods know goes to those. `sweep` has several values of settings, all
-    combinations of which are tried. Runs are kept in `out`, and finished ones there are used again; without it they
-    last as long as what is returned. As many run at a time as there are cores, or `jobs`.
+    A setting that only some of the methods know goes to those. `data`, `model`, `proxy` and `metrics` are as in `run`.
+
+    Args:
+        methods: Names or objects; a dict gives them the names that tables show.
+        seeds: How many: `seed`, `seed + 1` and so on.
+        sweep: Several values of settings, all combinations of which are tried.
+        out: A folder for the runs, in which finished ones are used again. Without it the result keeps them.
+        force: Replace runs that are there.
+        jobs: Runs at a time; 0 is one a core.
+        callbacks: Each run gets copies of its own, in a process of its own. A run that one of them stopped is finished.
+        progress: Show how the runs go on; by default in a notebook.
+        settings: Those of `fedstill settings` and the methods' own.
 
     >>> found = compare(["fedavg", "fedprox"], rounds=1, clients=4, epochs=1, fraction=0.05, model="mlp", mu=0.1)
     >>> [row.method for row in found.rows[0]]
     ['fedavg', 'fedprox']
     """
+    if isinstance(methods, str | Method):
+        raise SettingError(f"methods is {methods!r:.60}; give a list of them, as ['fedavg', 'fedprox']")
     if not methods:
         raise SettingError("compare: name at least one method")
-    if seeds < 1:
-        raise SettingError(f"seeds = {seeds}: at least 1")
-    named = {method if isinstance(method, str) else method.name or type(method).__name__: method for method in methods}
+    if not isinstance(seeds, int) or seeds < 1:
+        raise SettingError(f"seeds = {seeds}: at least 1, a whole number; seed= is the first of them")
+    registry.refuse_others(methods.values() if isinstance(methods, Mapping) else methods)
+    named = dict(methods) if isinstance(methods, Mapping) else {_name(method): method for method in methods}
     if len(named) < len(methods):
-        raise SettingError("a method is named twice")
+        twice = next(name for name, count in Counter(map(_name, methods)).items() if count > 1)
+        raise SettingError(f"{twice} is named twice; a dict gives names, as {{'first': …, 'second': …}}")
     objects = {"data": data, "model": model, "proxy": proxy, "metrics": metrics}
     given: dict[str, Any] = dict(settings)
     first_seed = given.get("seed", 0)
@@ -142,10 +184,17 @@ def compare(
     points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     kept = None if out is not None else tempfile.TemporaryDirectory(prefix="fedstill-")
     folder = Path(out) if out is not None else Path(kept.name) / "comparison"  # type: ignore[union-attr]
-    cells = plan(list(named), config_for, points, seeds, folder)
+    cells = plan(list(named), config_for, points, seeds, folder, callbacks)
     watching = in_notebook() if progress is None else progress
     return carry_out(cells, list(named), points, seeds, folder, jobs=jobs, force=force, kept=kept,
                      console=Console() if watching else None)  # fmt: skip
+
+
+def _name(method: str | Method) -> str:
+    """What tables call a method: its name, of a composed one those of its parts."""
+    if isinstance(method, str):
+        return method
+    return "+".join(part.name or type(part).__name__ for part in registry.parts_of(method))
 
 
 def _own_names(method: str | Method) -> set[str]:
@@ -168,9 +217,19 @@ def _known(method: str, settings: Mapping[str, Any], own_names: Mapping[str, set
 
 
 def plan(
-    methods: Sequence[str], configure: Configure, sweep: Sequence[dict[str, Any]], seeds: int, folder: Path
+    methods: Sequence[str],
+    configure: Configure,
+    sweep: Sequence[dict[str, Any]],
+    seeds: int,
+    folder: Path,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[tuple[str, int, int], Cell]:
     """The runs of a comparison, by method, combination and seed."""
+    check_callbacks(callbacks)
+    for callback in callbacks:
+        if isinstance(callback, CSVLog | TensorBoard) and callback.given:
+            kind = type(callback).__name__
+            raise SettingError(f"{kind}({str(callback.given)!r}): all runs would write there; {kind}() writes in each")
     if not_swept := {key for point in sweep for key in point} & _NOT_SWEPT.keys():
         raise SettingError(f"sweep of {min(not_swept)}: {_NOT_SWEPT[min(not_swept)]}")
     cells = {}
@@ -178,7 +237,7 @@ def plan(
         config, own = configure(method, sweep[i], s)
         swept_as = (f"{k}{v}".replace("/", "-") for k, v in sweep[i].items())
         name = [slug(method), *swept_as, *([f"s{config.seed}"] if seeds > 1 else [])]
-        cells[method, i, s] = Cell(folder / "-".join(name), config, own)
+        cells[method, i, s] = Cell(folder / "-".join(name), config, own, callbacks)
     if len({cell.path for cell in cells.values()}) < len(cells):
         raise SettingError("two of these runs would have the same directory")
     return cells

@@ -19,9 +19,10 @@ from fedstill.core.weights import FlatNet
 from fedstill.metrics.confusion import confusion_matrix
 from fedstill.models.base import Wrapped
 from fedstill.running import files
-from fedstill.running.directory import RunDirectory, check_result
+from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import prepare_again
 from fedstill.running.machine import one_thread
+from fedstill.running.places import check_result
 from fedstill.train.evaluate import mean_loss, predict, require_features
 from fedstill.train.task import Samples, Task
 

@@ -39,8 +39,12 @@ def list_methods(name: str | None = None, **settings: Any) -> Table:
             "Methods", ("id", "what it does", "needs", "paper"), "'fedstill methods NAME' shows one", words=True
         )
         for each in (*registry.names(), *(f"+{modifier}" for modifier in registry.modifiers())):
-            cls = registry.find_part(each.removeprefix("+"))
-            shown.add(each, _first_line(cls), ", ".join(_needs(cls())), cls.paper)
+            try:
+                cls = registry.find_part(each.removeprefix("+"))
+            except SettingError as error:  # of one package; the others are there
+                shown.add(each, str(error), "", "")
+            else:
+                shown.add(each, _first_line(cls), ", ".join(_needs(cls())), cls.paper)
             shown.values.append(dict(zip(("id", "what", "needs", "paper"), shown.rows[-1], strict=True)))
         return shown
     return wire_table(name, example(name, settings))

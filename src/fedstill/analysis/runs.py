@@ -18,7 +18,8 @@ from fedstill.core.files import read_json
 from fedstill.metrics.records import EpisodeRecord, RoundRecord
 from fedstill.report.runs import HYPER, Group, RunData, flat, short, value
 from fedstill.running import files
-from fedstill.running.directory import RunDirectory, stopped_by
+from fedstill.running.directory import RunDirectory
+from fedstill.running.places import stopped_by
 
 
 def read_runs(directories: Iterable[Path]) -> list[RunData]:

@@ -30,10 +30,10 @@ def results_table(summaries: Mapping[str, Summary]) -> Table:
     for name, s in summaries.items():
         moved = (s["bytes_down"] + s["bytes_up"] + s.get("bytes_regions", 0)) / 1e6
         shown.add(name, *_scores(s, balanced), f"{moved:.1f}", f"{s['seconds'] + s['eval_seconds']:.1f}")
-        shown.values.append({"run": name, "model": "", **dict(scalars(s))})
+        shown.values.append({"run": name, "model": "", **dict(scalars(s, "."))})
         for variant, scores in s.get("also", {}).items():
             shown.add(f"  {variant}", *_scores(scores, balanced))
-            shown.values.append({"run": name, "model": variant, **dict(scalars(scores))})
+            shown.values.append({"run": name, "model": variant, **dict(scalars(scores, "."))})
     return shown
 
 
@@ -130,14 +130,23 @@ def cost_table(rows: Sequence[Row], *, seeds: int) -> Table:
     """What each method cost, and by how much it exceeds the first."""
     target = rows[0].cells[0].config.target_accuracy
     difference = f"final accuracy over {rows[0].name}"
+    stopped = any("stopped_by" in cell.summary() for row in rows for cell in row.cells)  # else all have the same rounds
     goal = [f"{what} to {100 * target:g} %" for what in ("rounds", "MB", "s")] if target else []
     shown = Table(
         "Cost" + _place(rows[0]),
-        ("", "MB moved", "seconds", *goal, *([difference, "wins"] if seeds > 1 else [])),
+        (
+            "",
+            *(["rounds"] if stopped else []),
+            "MB moved",
+            "seconds",
+            *goal,
+            *([difference, "wins"] if seeds > 1 else []),
+        ),
         "means over seeds · seconds: beside other runs" + (_INTERVAL if seeds >= ENOUGH else ""),
     )
     for row in rows:
-        numbers = [_name(row), *_cost(row)]
+        took_rounds = row.spread("rounds") if stopped else None
+        numbers = [_name(row), *([f"{took_rounds.mean:.1f}" if took_rounds else ""] if stopped else []), *_cost(row)]
         if target:
             took = [row.spread(metric) for metric in TO_TARGET]
             numbers += [

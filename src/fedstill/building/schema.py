@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Unpack, get_args, get_origin
 
@@ -311,6 +311,13 @@ class Config(BaseModel):
         if isinstance(given, dict) and isinstance(given.get("target"), int | float):
             return {k: v for k, v in given.items() if k != "target"} | {"target_accuracy": given["target"]}
         return given
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """The method, and the settings that are not the defaults."""
+        for name, value in super().__repr_args__():
+            field = type(self).model_fields.get(name or "")
+            if name == "method" or field is None or value != field.get_default(call_default_factory=True):
+                yield name, value
 
     @property
     def flat(self) -> bool:

@@ -69,5 +69,14 @@ def _owners(name: str) -> list[str]:
     """The methods and modifiers that have a setting of this name."""
     from fedstill.methods import registry  # only now: it is heavy, and the flags of commands come from this package
 
-    found = [method for method in registry.names() if name in registry.own_names(method)]
-    return found + [f"+{modifier}" for modifier in registry.modifiers() if name in registry.own_names(modifier)]
+    found = [method for method in registry.names() if _has(method, name)]
+    return found + [f"+{modifier}" for modifier in registry.modifiers() if _has(modifier, name)]
+
+
+def _has(method: str, setting: str) -> bool:
+    from fedstill.methods import registry
+
+    try:
+        return setting in registry.own_names(method)
+    except SettingError:  # a package registers what cannot be loaded; that is said where it is used
+        return False

@@ -27,8 +27,9 @@ from fedstill.methods import registry
 from fedstill.metrics.records import RoundRecord, Summary, curve_metrics
 from fedstill.running import api, files
 from fedstill.running.callbacks import Callback
-from fedstill.running.directory import RunDirectory, stopped_by
+from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import prepare_again
+from fedstill.running.places import stopped_by
 from fedstill.running.progress import Progress
 from fedstill.running.result import Result
 from fedstill.running.rollback import rollback as go_back
@@ -86,7 +87,10 @@ def own_callbacks(references: Sequence[str], *, tensorboard: bool = False) -> li
     found: list[Callback] = [TensorBoard()] if tensorboard else []
     for reference in references:
         if not custom.is_reference(reference):
-            raise SettingError(f"--callback {reference}: write it as file.py:name")
+            raise SettingError(
+                f"--callback {reference}: write it as file.py:name; of one that comes with fedstill, say with its "
+                "settings there: name = fedstill.EarlyStopping('train_loss')"
+            )
         made = custom.load(reference)
         found.append(made if isinstance(made, Callback) else custom.call(reference))
     return found

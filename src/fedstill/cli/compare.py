@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedstill.analysis.comparing import carry_out, plan, slug
 from fedstill.building.config import Config, parse_sweeps
-from fedstill.cli.commands import Flags, config_of, console, known_to, print_tables, run_name, say, title_of
+from fedstill.cli.commands import (
+    Flags,
+    config_of,
+    console,
+    known_to,
+    own_callbacks,
+    print_tables,
+    run_name,
+    say,
+    title_of,
+)
 from fedstill.cli.failure import Halted
 from fedstill.core.choices import Format
 from fedstill.core.errors import SettingError
@@ -26,6 +36,7 @@ def compare(
     out: Path | None,
     force: bool,
     as_: Format,
+    callbacks: Sequence[str] = (),
 ) -> None:
     if len(set(methods)) < len(methods):
         raise SettingError("a method is named twice")
@@ -39,7 +50,7 @@ def compare(
         given = {**flags, **swept, "seed": first.seed + seed}
         return config_of(method, given, known_to(method, methods, words)), {}
 
-    cells = plan(methods, configure, sweep, seeds, folder)
+    cells = plan(methods, configure, sweep, seeds, folder, own_callbacks(callbacks))
     title = "" if sweep[0] else title_of(first).removesuffix(f", seed {first.seed}") + f", {seeds} seeds"
     try:
         found = carry_out(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
+import itertools
 import re
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +16,9 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 _PACKAGE = str(Path(__file__).parents[1])
+ENTRY_POINTS = ("fedstill.methods", "fedstill.models", "fedstill.datasets")
+_PYTHON = sysconfig.get_path("stdlib")
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 class FedstillError(Exception):
@@ -63,7 +69,7 @@ def described(error: BaseException) -> str:
 
 
 def users_line(error: BaseException) -> str:
-    """The innermost line of code that is neither fedstill's nor an installed package's, as `file.py, line 3`."""
+    """The innermost line of the user's code, or of a package that offers something to fedstill: `file.py, line 3`."""
     return _users_line((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
 
 
@@ -74,6 +80,15 @@ def users_line_in(text: str) -> str:
 
 def _users_line(frames: Iterable[tuple[str, int | str | None]]) -> str:
     for file, line in reversed(list(frames)):
-        if not file.startswith((_PACKAGE, "<")) and not {"site-packages", "lib"} & set(Path(file).parts):
+        if not file.startswith((_PACKAGE, "<")) and not _is_library(Path(file)):
             return f"{file}, line {line}"
     return ""
+
+
+def _is_library(file: Path) -> bool:
+    """Whether a file is Python's own, or of an installed package that offers no methods, networks or datasets."""
+    for place in _INSTALLED & set(file.parts):
+        package = file.parts[file.parts.index(place) + 1].removesuffix(".py")
+        points = itertools.chain(*(importlib.metadata.entry_points(group=group) for group in ENTRY_POINTS))
+        return package not in {point.module.partition(".")[0] for point in points}
+    return str(file).startswith(_PYTHON)

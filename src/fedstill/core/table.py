@@ -21,7 +21,7 @@ _LATEX = {
 }  # fmt: skip
 
 
-@dataclass
+@dataclass(repr=False)
 class Table:
     """A table; the first column names the rows. A row may be shorter than the columns.
 
@@ -43,6 +43,7 @@ class Table:
     best: set[tuple[int, int]] = field(default_factory=set)  # cells, by row and column, that stand out
 
     def add(self, *cells: str) -> None:
+        """Add a row."""
         self.rows.append(cells)
 
     def frame(self) -> Any:
@@ -90,6 +91,9 @@ class Table:
         )
         caption = f"<caption>{escape(self.title)}</caption>"
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         return f"{self.title}\n\n{self.to_markdown()}" + (f"\n{self.caption}\n" if self.caption else "")

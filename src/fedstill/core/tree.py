@@ -172,6 +172,18 @@ def metadata(path: Path) -> dict[str, str]:
         return {}
 
 
+def tensors(node: Tree, name: str) -> dict[str, Tensor]:
+    """Every tensor of a tree, by its place there.
+
+    >>> list(tensors({"a": [torch.zeros(1)], "b": 1}, "state"))
+    ['state/a/0']
+    """
+    if isinstance(node, Tensor):
+        return {name: node}
+    pairs = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list | tuple) else ()
+    return {place: part for key, each in pairs for place, part in tensors(each, f"{name}/{key}").items()}
+
+
 def nbytes(tree: Tree) -> int:
     """Bytes of the tensors in a tree."""
     if isinstance(tree, Tensor):

@@ -35,6 +35,9 @@ class Split:
     def __len__(self) -> int:
         return len(self.y)
 
+    def __repr__(self) -> str:
+        return f"<fedstill.Split: {len(self):,} samples of shape {tuple(self.x.shape[1:])}>"
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -46,11 +49,15 @@ class Dataset:
     classes: tuple[str, ...]
     mean: tuple[float, ...] = ()  # per channel of x/255; empty: x is used as it is
     std: tuple[float, ...] = ()
-    client_names: tuple[str, ...] = field(default=(), repr=False)
-    tokenizer: str = field(default="", repr=False, kw_only=True)  # of text: one of the tokenizers library, as JSON
-    original_size: str = field(default="", repr=False, kw_only=True)  # of images that were resized, in words
-    notes: tuple[str, ...] = field(default=(), repr=False, kw_only=True)  # what was done to the data, for a run's log
-    table: TablePreprocessing | None = field(default=None, repr=False, kw_only=True)  # of tables: what each column is
+    client_names: tuple[str, ...] = ()
+    tokenizer: str = field(default="", kw_only=True)  # of text: one of the tokenizers library, as JSON
+    original_size: str = field(default="", kw_only=True)  # of images that were resized, in words
+    notes: tuple[str, ...] = field(default=(), kw_only=True)  # what was done to the data, for a run's log
+    table: TablePreprocessing | None = field(default=None, kw_only=True)  # of tables: what each column is
+
+    def __repr__(self) -> str:
+        samples = f"{len(self.train):,} training and {len(self.test):,} test samples of shape {tuple(self.shape)}"
+        return f"<fedstill.Dataset {self.name}: {samples}, {len(self.classes)} classes>"
 
     @cached_property
     def vocabulary(self) -> int:

@@ -43,6 +43,10 @@ class Federation:
     test_source: Literal["train", "test"] = "train"
     names: tuple[str, ...] = ()  # empty: clients have numbers only
 
+    def __repr__(self) -> str:
+        samples = f"{len(self.train_index):,} training and {len(self.test_index):,} test samples"
+        return f"<fedstill.Federation of {self.dataset.name}: {self.clients:,} clients with {samples}>"
+
     @property
     def clients(self) -> int:
         """Number of clients."""

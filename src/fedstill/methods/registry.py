@@ -7,7 +7,7 @@ import importlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any, get_type_hints
@@ -18,6 +18,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from fedstill.core import custom
 from fedstill.core.errors import SettingError, explain, unknown
 from fedstill.methods.base import Method
+from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.modifier import Modifier
 
 _METHODS = {
@@ -238,14 +239,67 @@ def own_settings(method: type[Method]) -> tuple[HyperParameter, ...]:
     return tuple(found)
 
 
-def make(name: str, settings: dict[str, Any] | None = None) -> Method:
+def make(name: str, settings: Mapping[str, Any] | None = None) -> Method:
     """A method with its settings checked.
 
     >>> make("fedprox", {"mu": 0.1})
     FedProx(mu=0.1)
     """
-    parts, settings = find(name), with_new_names(name, settings or {})
-    by_part = _by_part(parts)
+    return _composition(_instances(name, find(name), with_new_names(name, settings or {})))
+
+
+def compose(*parts: str | Method, **settings: Any) -> Method:
+    """One method of several parts, as `+` composes names: objects of your own classes, and built-in ones by name.
+
+    Args:
+        parts: A client side first, if there is one; then server sides and modifiers, in their order.
+        settings: Those of the parts that are given by name.
+
+    >>> compose("fedprox", "t1", mu=0.1).parts()[0]
+    FedProx(mu=0.1)
+    """
+    refuse_others(parts)
+    words: list[str | Method] = [
+        word for part in parts for word in (split(part) if isinstance(part, str) else part.parts())
+    ]
+    names = [word for word in words if isinstance(word, str)]
+    made = iter(_instances("+".join(names), [find_part(name) for name in names], settings))
+    found = [next(made) if isinstance(word, str) else word for word in words]
+    if not found:
+        raise SettingError("compose: give at least one method")
+    # A modifier of one's own brings FedAvg along, the client side that it has until it is given another.
+    client_sides = [part for part in found[1:] if not isinstance(part, Modifier) and part != FedAvg()]
+    if client_sides:
+        raise SettingError(f"{client_sides[0].name!r} is a client side and comes first; there can be one")
+    return _composition([found[0], *(part for part in found[1:] if isinstance(part, Modifier))])
+
+
+def refuse_others(methods: Iterable[object]) -> None:
+    """Refuse what is neither the name of a method nor an object of one."""
+    for method in methods:
+        if not isinstance(method, str | Method):
+            hint = f"; write {method.__name__}(…)" if isinstance(method, type) else ""
+            raise SettingError(f"method is {method!r:.80}; give the name or an object of one{hint}")
+
+
+def parts_of(method: Method) -> list[Method]:
+    """What a method is composed of, without the FedAvg that a server side or modifier has when it stands alone."""
+    return [part for part in method.parts() if part != FedAvg()] or [method]
+
+
+def with_settings(method: Method, settings: Mapping[str, Any]) -> Method:
+    """The method with other values of some of its settings, which have the names users write."""
+    parts = method.parts()
+    changed = [
+        dataclasses.replace(part, **{p.field: settings[p.name] for p in own if p.name in settings})
+        for part, own in zip(parts, _by_part([type(part) for part in parts]), strict=True)
+    ]
+    return _composition(changed)
+
+
+def _instances(name: str, classes: list[type[Method]], settings: Mapping[str, Any]) -> list[Method]:
+    """An object of each class, with those of the settings that are its own."""
+    by_part = _by_part(classes)
     known = [parameter.name for own in by_part for parameter in own]
     for key in settings:
         if key not in known:
@@ -254,18 +308,24 @@ def make(name: str, settings: dict[str, Any] | None = None) -> Method:
                 if known
                 else SettingError(f"method {name!r} has no setting {key!r}: it has none of its own")
             )
-    method: Method | None = None
-    for part, own in zip(parts, by_part, strict=True):
+    found: list[Method] = []
+    for cls, own in zip(classes, by_part, strict=True):
         given = {p.field: settings[p.name] for p in own if p.name in settings}
         for key, value in given.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise SettingError(f"{key.rstrip('_')} = {value!r}: should be a finite number")
         try:
-            instance: Method = TypeAdapter(part).validate_python(given)
+            found.append(TypeAdapter(cls).validate_python(given))
         except ValidationError as error:
             raise SettingError(explain(error)) from error
-        method = instance if method is None else dataclasses.replace(instance, inner=method)  # type: ignore[call-arg]
-    assert method is not None
+    return found
+
+
+def _composition(parts: Sequence[Method]) -> Method:
+    """One method of its parts: each but the first is a modifier of those before it."""
+    method = parts[0]
+    for part in parts[1:]:
+        method = dataclasses.replace(part, inner=method)  # type: ignore[call-arg]
     return method
 
 
@@ -285,8 +345,6 @@ def checked(method: Method) -> Method:
 
 def settings_of(method: Method) -> dict[str, Any]:
     """All settings of a method and of what it is composed with, under the names users write."""
-    composed = [method]
-    while isinstance(composed[0], Modifier):
-        composed.insert(0, composed[0].inner)
+    composed = method.parts()
     by_part = _by_part([type(part) for part in composed])
     return {p.name: getattr(part, p.field) for part, own in zip(composed, by_part, strict=True) for p in own}

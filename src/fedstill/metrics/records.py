@@ -143,31 +143,42 @@ def curve_metrics(records: Sequence[Mapping[str, Any]]) -> list[str]:
 def value_of(record: Mapping[str, Any], name: str) -> float | None:
     """A number of a record by a name that is data; dots lead into it, as in `also.without T1.accuracy`.
 
-    What is not there may be in the table `metrics` beside it.
+    What is not there may be in the table `metrics` beside it. In a list, such as `per_class`, numbers lead.
 
     >>> value_of({"server": {"loss": 0.5}}, "server.loss"), value_of({"metrics": {"auroc": 0.9}}, "auroc")
     (0.5, 0.9)
+    >>> value_of({"per_class": [0.8, 0.6]}, "per_class.1")
+    0.6
     """
     found: Any = record
     *path, last = name.split(".")
     for part in path:
-        found = found.get(part) if isinstance(found, Mapping) else None
+        found = _inside(found, part)
     if isinstance(found, Mapping) and last not in found:
         found = found.get("metrics")
-    found = found.get(last) if isinstance(found, Mapping) else None
+    found = _inside(found, last)
     return found if isinstance(found, int | float) and not isinstance(found, bool) else None
 
 
-def scalars(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+def _inside(holder: Any, part: str) -> Any:
+    if isinstance(holder, list):
+        return holder[int(part)] if part.isdecimal() and int(part) < len(holder) else None
+    return holder.get(part) if isinstance(holder, Mapping) else None
+
+
+def scalars(record: Mapping[str, Any], separator: str = "/", before: str = "") -> Iterator[tuple[str, float]]:
     """The numbers of a record by name, those inside others and of each class too; matrices are left out.
 
     >>> dict(scalars({"round": 1, "loss": 0.5, "fm": None, "per_class": [0.1, 0.2], "also": {"mean": {"loss": 1.0}}}))
     {'loss': 0.5, 'per_class/0': 0.1, 'per_class/1': 0.2, 'also/mean/loss': 1.0}
+    >>> dict(scalars({"also": {"mean": {"loss": 1.0}}}, "."))  # as `value_of` reads them
+    {'also.mean.loss': 1.0}
     """
     for name, value in record.items():
         if isinstance(value, Mapping):
-            yield from scalars(value, f"{before}{name}/")
+            yield from scalars(value, separator, f"{before}{name}{separator}")
         elif isinstance(value, list):
-            yield from scalars({str(i): v for i, v in enumerate(value) if isinstance(v, float)}, f"{before}{name}/")
+            numbers = {str(i): v for i, v in enumerate(value) if isinstance(v, float)}
+            yield from scalars(numbers, separator, f"{before}{name}{separator}")
         elif isinstance(value, int | float) and not isinstance(value, bool) and name != "round":
             yield f"{before}{name}", float(value)

@@ -20,6 +20,7 @@ from fedstill.building.config import (
 from fedstill.building.given import as_data, as_dataset, as_model
 from fedstill.building.keywords import Keywords
 from fedstill.building.setup import Setup, prepare
+from fedstill.building.suggestions import unknown_setting
 from fedstill.building.task import Network
 from fedstill.core import device as devices
 from fedstill.core.errors import SettingError
@@ -33,7 +34,7 @@ from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.metrics.scores import Function
 from fedstill.running import files
-from fedstill.running.callbacks import Callback
+from fedstill.running.callbacks import Callback, check_callbacks
 from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import prepare_again, save_inputs
 from fedstill.running.logfile import logging_to
@@ -41,6 +42,7 @@ from fedstill.running.loop import RoundLoop
 from fedstill.running.machine import check_engine
 from fedstill.running.progress import Progress, in_notebook
 from fedstill.running.result import Result
+from fedstill.running.results import network
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +78,7 @@ def run(
     """
     data = None if data is NOT_GIVEN else as_data(data)  # a loader that returns None is a mistake, not the default
     config, own = configure(method, {"data": data, "model": model, "proxy": proxy, "metrics": metrics}, dict(settings))
-    if in_notebook() if progress is None else progress:
-        callbacks = [Progress(), *callbacks]
+    callbacks = _with_progress(callbacks, progress)
     if out is not None:
         return run_config(config, Path(out), force=force, callbacks=callbacks, **own)
     with tempfile.TemporaryDirectory(prefix="fedstill-") as folder:
@@ -95,6 +96,9 @@ def configure(
         for name, value in objects.items():
             if value is None and is_object(str(given.get(name, ""))):
                 raise SettingError(f"{name}: the Config was made with an object, {given[name]}; give it again")
+    registry.refuse_others([method])
+    if isinstance(method, Method):
+        method, given = _with_keywords(method, given)
     metrics = _metrics(objects.get("metrics"))
     checked = {
         "data": _optional(as_data, objects.get("data")),
@@ -108,6 +112,23 @@ def configure(
     # An object is named as it was given: a class of networks by its own name.
     named = checked | {"model": objects.get("model")}
     return _config(method, named, given), own
+
+
+def _with_progress(callbacks: Sequence[Callback], progress: bool | None) -> list[Callback]:
+    check_callbacks(callbacks)
+    shown = in_notebook() if progress is None else progress
+    return [Progress(), *callbacks] if shown else [*callbacks]
+
+
+def _with_keywords(method: Method, given: dict[str, Any]) -> tuple[Method, dict[str, Any]]:
+    """The method with the settings of its own that are among those given, and the others."""
+    changed = {key: value for key, value in given.items() if key not in Config.model_fields} | given.get("hyper", {})
+    own = registry.settings_of(method)
+    for key in changed:
+        if key not in own:
+            raise unknown_setting(key, [*own, *Config.model_fields])
+    others = {key: value for key, value in given.items() if key in Config.model_fields and key != "hyper"}
+    return registry.with_settings(method, changed), others
 
 
 def _optional(check: Callable[[Any], Any], value: Any) -> Any:
@@ -133,6 +154,7 @@ def run_config(
 
 def run_setup(setup: Setup, path: Path, *, force: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
     """Carry out what is prepared in a new run directory, which works from wherever it is resumed."""
+    check_callbacks(callbacks)
     check_engine(setup.config)
     directory = RunDirectory.create(path, anchored(setup.config), force=force)
     try:
@@ -169,8 +191,7 @@ def resume(
     for name, value in given.items():
         if isinstance(value, str):
             raise SettingError(f"{name} = {value!r}: the run knows by itself what it was given by name; leave it out")
-    if in_notebook() if progress is None else progress:
-        callbacks = [Progress(), *callbacks]
+    callbacks = _with_progress(callbacks, progress)
     directory = RunDirectory.open(Path(path))
     try:
         if directory.served:
@@ -222,14 +243,16 @@ def run_in_directory(
             if at_end:
                 at_end(loop)
             predictor = loop.predictor()
-            model = unwrapped(predictor.module.network) if predictor else loop.trained()
+            model = unwrapped(predictor.module.network) if predictor else network(setup.task)
             return Result(summary, loop.records, model, directory.path, setup.config, loop.client_columns, predictor)
     finally:
         directory.release()
 
 
 def _object_name(value: object) -> str:
-    """What stands for an object in the settings."""
+    """What stands for an object in the settings: its class, of a composed method those of its parts."""
+    if isinstance(value, Method):
+        return f"<{'+'.join(type(part).__name__ for part in registry.parts_of(value))}>"
     return f"<{getattr(value, '__name__', type(value).__name__)}>"
 
 

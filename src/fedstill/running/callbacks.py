@@ -6,6 +6,7 @@ A callback changes nothing else: what it is given is to be read. Those that come
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from fedstill.building.config import Config
 from fedstill.building.setup import Setup
 from fedstill.core import tree
-from fedstill.core.errors import FedstillError, SettingError, described
+from fedstill.core.errors import FedstillError, SettingError, described, unknown
 from fedstill.data.federation import Federation
 from fedstill.methods.base import Method
 from fedstill.metrics.records import EpisodeRecord, RoundRecord, Scores, Summary
@@ -41,6 +42,7 @@ class RunView:
         network: Callable[[], nn.Module],
     ) -> None:
         self._setup, self._records, self._weights, self._network = setup, records, weights, network
+        self._seen: list[RoundRecord] = []  # the records as callbacks see them
         self.path = path  # the run directory; a temporary one if the run was given no `out`
         self.round = 0  # the round under way, or the last one done
         self.stopped_by = ""  # the callback that ended the run before its last round
@@ -60,7 +62,10 @@ class RunView:
     @property
     def records(self) -> Sequence[RoundRecord]:
         """The rounds so far, also those before the run was resumed. In `on_round_end` the last is the round's own."""
-        return tuple(self._records())
+        records = self._records()
+        self._seen = self._seen[: len(records) - 1]  # the last round's record may have grown since
+        self._seen += [read_only(record) for record in records[len(self._seen) :]]
+        return tuple(self._seen)
 
     @property
     def federation(self) -> Federation:
@@ -155,19 +160,10 @@ class Callbacks:
     """The callbacks of one run, in their order."""
 
     def __init__(self, callbacks: Sequence[Callback], run: RunView) -> None:
-        if not isinstance(callbacks, Sequence):
-            raise SettingError(f"callbacks is {callbacks!r:.60}; give a list of them, as callbacks=[EarlyStopping()]")
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                hint = f"; write {callback.__name__}()" if isinstance(callback, type) else ""
-                raise SettingError(f"callbacks: {callback!r} is not an object of a fedstill.Callback{hint}")
+        check_callbacks(callbacks)
         self.run = run
-        self._named: dict[str, Callback] = {}
+        self._named = by_name(callbacks)
         self._failed: dict[str, FedstillError] = {}
-        for callback in callbacks:
-            name = type(callback).__name__
-            alike = sum(type(other).__name__ == name for other in self._named.values())
-            self._named[f"{name} {alike + 1}" if alike else name] = callback
 
     def tell(self, event: str, *what: object) -> str:
         """Call an event of every callback that has not failed; the name of the first that answered True.
@@ -179,7 +175,7 @@ class Callbacks:
             if name in self._failed:
                 continue
             try:
-                if getattr(callback, event)(self.run, *what):
+                if getattr(callback, event)(self.run, *map(read_only, what)):
                     stopped_by = stopped_by or name
             except Exception as error:
                 log.exception("callback %s.%s", name, event)
@@ -216,6 +212,63 @@ class Callbacks:
                     callback.load_state_dict(kept[name])
                 except Exception as error:
                     raise _named(error, f"{name}.load_state_dict") from error
+
+
+def by_name(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Callbacks by what they are called in a summary: their class, and which of several of it."""
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        name = type(callback).__name__
+        alike = sum(type(other).__name__ == name for other in named.values())
+        named[f"{name} {alike + 1}" if alike else name] = callback
+    return named
+
+
+def check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Refuse what is no callback, before a run begins."""
+    if not isinstance(callbacks, Sequence):
+        raise SettingError(f"callbacks is {callbacks!r:.60}; give a list of them, as callbacks=[…]")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            hint = f"; write {callback.__name__}(…)" if isinstance(callback, type) else ""
+            raise SettingError(f"callbacks: {callback!r} is not an object of a fedstill.Callback{hint}")
+        _check_events(type(callback))
+
+
+class ReadOnly(dict[str, Any]):
+    """What happened, to be read: a change would be one of the results."""
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise TypeError("records are to be read, not changed; run.log(name, value) adds a number to the round's")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # a copy is the caller's own
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+
+
+def read_only(value: Any) -> Any:
+    """A copy of what a record holds that cannot be changed; anything else as it is."""
+    if isinstance(value, Mapping):
+        return ReadOnly({name: read_only(each) for name, each in value.items()})
+    return [read_only(each) for each in value] if isinstance(value, list) else value
+
+
+def _check_events(callback: type[Callback]) -> None:
+    """Refuse an event that nobody would ever call, or that could not be called."""
+    for name in dir(callback):
+        if not name.startswith("on_") or getattr(Callback, name, None) is getattr(callback, name):
+            continue
+        if not hasattr(Callback, name):
+            events = [event for event in dir(Callback) if event.startswith("on_")]
+            raise unknown(f"event of callback {callback.__name__}", name, events)
+        expected = list(inspect.signature(getattr(Callback, name)).parameters)
+        try:
+            inspect.signature(getattr(callback, name)).bind(*expected)
+        except TypeError as error:
+            raise SettingError(
+                f"callback {callback.__name__}.{name} takes other arguments than ({', '.join(expected)})"
+            ) from error
 
 
 def _named(error: Exception, where: str) -> FedstillError:

@@ -18,7 +18,6 @@ from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.core.files import (
     GrowingFile,
     check_file,
-    read_json,
     read_sealed_json,
     sha256,
     sync,
@@ -31,6 +30,7 @@ from fedstill.core.tree import Tree
 from fedstill.methods import registry
 from fedstill.metrics.records import RoundRecord
 from fedstill.running import files, lock
+from fedstill.running.places import check_place
 
 log = logging.getLogger(__name__)
 
@@ -467,46 +467,6 @@ def _lines(data: bytes) -> list[tuple[bytes, RoundRecord]]:
             break
         found.append((line, cast(RoundRecord, record)))
     return found
-
-
-def check_result(path: Path, name: str) -> None:
-    """Refuse a result of a finished run that is not what was written, where the run has digests; else DataError."""
-    if (path / files.DIGESTS).exists():
-        digests = read_sealed_json(path / files.DIGESTS).get("files")
-        if isinstance(digests, dict) and name in digests:
-            check_file(path / name, digests[name])
-
-
-def stopped_by(path: Path) -> str:
-    """The callback that ended a run before its last round; empty if none did, or if it has gone on since."""
-    if not (path / files.SUMMARY).is_file() or not (path / files.DIGESTS).is_file():
-        return ""
-    return str(read_json(path / files.SUMMARY).get("stopped_by", ""))
-
-
-def check_place(path: Path, *, force: bool) -> None:
-    """Refuse a place for a run that would cost something else its own."""
-    if _is_free(path):
-        return
-    if not force:
-        raise SettingError(
-            f"{path} exists; continue it with 'fedstill resume {path}', choose another --out, "
-            "or replace it with --force"
-        )
-    if not _was_run(path):
-        raise SettingError(f"{path} is not a run directory; --force will not delete it")
-
-
-def _is_free(path: Path) -> bool:
-    """Whether a run may begin here: there is no file yet, but perhaps the lock of one that could not."""
-    if not path.is_dir():
-        return not path.exists()
-    return not any(p.is_file() and p != path / lock.LOCK for p in path.rglob("*"))
-
-
-def _was_run(path: Path) -> bool:
-    """Whether a run wrote to this folder; a config.toml alone may be the user's own."""
-    return any((path / name).is_file() for name in (files.METRICS, lock.LOCK))
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -30,7 +30,8 @@ from fedstill.inference.predictor import Predictor
 from fedstill.methods.base import Method
 from fedstill.models.base import Classifier
 from fedstill.running import files
-from fedstill.running.directory import RunDirectory, check_result
+from fedstill.running.directory import RunDirectory
+from fedstill.running.places import check_result
 from fedstill.train.client import BUFFERS
 
 _SHOWN = 10  # names in an error

@@ -6,9 +6,7 @@ method's `aggregate` pulls the clients' updates from the engine one at a time.
 
 from __future__ import annotations
 
-import io
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,28 +20,27 @@ from torch import Tensor, nn
 
 from fedstill.building.config import anchored, fixed
 from fedstill.building.setup import Setup, majority
-from fedstill.building.topology import Region, cohort_size, draw_cohort, with_data
+from fedstill.building.topology import Region
 from fedstill.core import device, seeds, tree
-from fedstill.core.arrays import IntArray
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import Message, first_not_finite, nbytes
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import FinalExchange, Train, Worker
-from fedstill.inference.description import ModelDescription, describe, model_bytes, unwrapped
 from fedstill.inference.predictor import Predictor
-from fedstill.methods.base import Server, misfit
-from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Summary, value_of
-from fedstill.running import files
+from fedstill.methods.base import misfit
+from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Scores, Summary
 from fedstill.running.callbacks import Callback, Callbacks, RunView
+from fedstill.running.cohorts import Cohorts
 from fedstill.running.colluding import colluding
-from fedstill.running.directory import RunDirectory, to_json, without_nan
+from fedstill.running.directory import RunDirectory, without_nan
 from fedstill.running.evaluation import Evaluation, evaluate, tested
 from fedstill.running.judging import History, Judge
-from fedstill.running.machine import make_engine, one_thread, server_threads
-from fedstill.running.records import NOT_EVALUATED, QUALITY, Tally, of_own_models, summarise, versions
+from fedstill.running.machine import make_engine, one_thread
+from fedstill.running.records import NOT_EVALUATED, Tally, of_own_models, summarise, versions
+from fedstill.running.results import model_file, network, predictor, write_results
 from fedstill.running.retries import Retries
+from fedstill.running.servers import make_servers
 from fedstill.running.uplinks import Checked, RoundFailed, fewest_answers
-from fedstill.train.task import classifier
 
 log = logging.getLogger(__name__)
 
@@ -70,23 +67,10 @@ class RoundLoop:
         self._make_engine = engine or partial(make_engine, setup.config)
         view = RunView(setup, directory.path, lambda: self.records, self.model, self._network)
         self.callbacks = Callbacks(callbacks, view)
-        hierarchy = setup.hierarchy
-        only = hierarchy.regions[0] if hierarchy.flat else None
-        self.server = Server(
-            setup.task,
-            setup.federation.sizes,
-            directory.server_store,
-            setup.pool(),
-            clients=len(only.clients) if only else None,
-            region=only.number if only else 0,
-            threads=server_threads(setup.config),
-        )
-        self.regional = {only.number: self.server} if only else self._regional_servers()
+        self.server, self.regional = make_servers(setup, directory)
         self.records: list[RoundRecord] = []
         self._settings = fixed(anchored(setup.config))  # for every checkpoint
-        self._sizes = setup.federation.sizes
-        # Of each region; to look for them among a million takes longer than a round.
-        self._able: dict[int, IntArray] = {}
+        self._cohorts = Cohorts(setup.hierarchy, setup.federation.sizes, setup.config.seed)
         self._active_since_checkpoint: set[int] = set()
         self.update_norms: dict[str, History] = {}  # of what clients elsewhere sent, by region
         self.client_columns: dict[str, NDArray[Any]] = {}  # as in clients.csv, once the run has ended
@@ -109,24 +93,10 @@ class RoundLoop:
         self.callbacks.load_state(state.get("callbacks", {}))
         self.records = self.directory.records()
 
-    def _regional_servers(self) -> dict[int, Server]:
-        """A server for each region, which knows its own clients alone."""
-        setup, pool, servers = self.setup, self.server.pool, {}
-        threads = server_threads(setup.config)
-        for region in setup.hierarchy.regions:
-            sizes = np.zeros_like(setup.federation.sizes)
-            sizes[region.clients] = setup.federation.sizes[region.clients]
-            store = self.directory.regional_store(region.number)
-            members = len(region.clients)
-            servers[region.number] = Server(
-                region.task, sizes, store, pool, clients=members, region=region.number, threads=threads
-            )
-        return servers
-
     def count_samples(self) -> None:
         """Somebody came who was not there before."""
-        self._sizes = sizes = self.server.sizes[:] = self.setup.federation.sizes
-        self._able = {}
+        sizes = self.server.sizes[:] = self.setup.federation.sizes
+        self._cohorts.count(sizes)
         for region in self.setup.hierarchy.regions:
             self.regional[region.number].sizes[region.clients] = sizes[region.clients]
 
@@ -180,7 +150,7 @@ class RoundLoop:
             summary["stopped_by"] = run.stopped_by
         if run.chosen:
             summary["restored_round"] = run.chosen[0]
-        self._write_results(summary, evaluation)
+        self.client_columns = write_results(setup, self.directory, self._final_models(), summary, evaluation)
         log.info("finished")
         self.callbacks.tell("on_run_end", summary)
         self.callbacks.check()
@@ -209,7 +179,7 @@ class RoundLoop:
         if config.save_models and round_ % config.save_models == 0 and self.setup.method.global_model:
             # Before the checkpoint: a run that is resumed from it has no gap here.
             name, model = next(iter(self.models().items()))
-            self.directory.save_model(round_, self._model_bytes(self.describe([name]), name, model))
+            self.directory.save_model(round_, model_file(self.setup, [name], name, model))
         if last or round_ % config.checkpoint_every == 0:
             self.checkpoint()
 
@@ -219,7 +189,7 @@ class RoundLoop:
             return None
         evaluation = self._evaluate(engine, self.model())
         record |= cast(RoundRecord, without_nan(evaluation.record()) | {"evaluated": True})
-        self.callbacks.tell("on_evaluation_end", evaluation.record())
+        self._tell_evaluation(record)
         return evaluation
 
     def _meets(self, round_: int) -> bool:
@@ -249,7 +219,7 @@ class RoundLoop:
         if due:
             record["local_accuracy"] = tally.mean("local_accuracy")
             record |= cast(RoundRecord, main.record() if main else of_own_models(tally, config.metrics))
-            self.callbacks.tell("on_evaluation_end", {name: value_of(record, name) for name in QUALITY})
+            self._tell_evaluation(record)
         record |= {
             "train_loss": tally.mean("train_loss"),
             "bytes_down": tally.bytes_down,
@@ -277,6 +247,10 @@ class RoundLoop:
         if main and main.untested:
             record["untested"] = self._names(main.untested)
         return without_nan(record), main
+
+    def _tell_evaluation(self, record: RoundRecord) -> None:
+        scores = {name: value for name, value in without_nan(record).items() if name in Scores.__annotations__}
+        self.callbacks.tell("on_evaluation_end", scores)
 
     def _evaluate(self, engine: Engine, model: Tensor) -> Evaluation:
         return evaluate(engine, self.setup.federation, model, self.setup.metrics, self.setup.config.metrics)
@@ -321,17 +295,15 @@ class RoundLoop:
         self.server.round = round_
         if engine.poll_newcomers():
             self.count_samples()
-        absent = engine.absent()
-        present = [(region, _without(members, absent)) for region, members in self.setup.hierarchy.present(round_)]
-        cohorts = [self._cohort(region, members, round_) for region, members in present]
-        self.start_round(sum(map(len, cohorts)))
+        cohorts = self._cohorts.draw(round_, engine.absent())
+        self.start_round(sum(len(cohort) for _, cohort in cohorts))
         tally = Tally()
-        for (region, _), cohort in zip(present, cohorts, strict=True):
+        for region, cohort in cohorts:
             self._train_region(engine, region, cohort, tally, measure=measure)
-        self._active_since_checkpoint.update(k for cohort in cohorts for k in cohort)
+        self._active_since_checkpoint.update(k for _, cohort in cohorts for k in cohort)
         if engine.remote:
             self._check_finite(round_)
-        return tally, [region for region, _ in present]
+        return tally, [region for region, _ in cohorts]
 
     def start_round(self, clients: int) -> None:
         run = self.callbacks.run
@@ -344,7 +316,8 @@ class RoundLoop:
     def _check_finite(self, round_: int) -> None:
         """Refuse what the servers have become, if finite answers added up to something else."""
         for server in (self.server, *self.regional.values()):
-            if (bad := first_not_finite({"the model": server.model, **_tensors(server.state)})) is not None:
+            known = {"the model": server.model, **tree.tensors(server.state, "its state")}
+            if (bad := first_not_finite(known)) is not None:
                 raise RoundFailed(f"round {round_}: {bad} is no longer finite on the server; a smaller lr may help")
 
     def judge(self, engine: Engine, sent: Message, where: str) -> Judge | None:
@@ -352,15 +325,6 @@ class RoundLoop:
         if not engine.remote:
             return None
         return Judge(self.setup.config.max_update_ratio, sent, self.update_norms.setdefault(where, {}))
-
-    def _cohort(self, region: Region, members: IntArray, round_: int) -> list[int]:
-        able = self._able.get(region.number) if members is region.clients else None
-        if able is None:
-            able = with_data(self._sizes, members)
-        if members is region.clients:
-            self._able[region.number] = able
-        count = cohort_size(len(able), len(members), region.participation)
-        return draw_cohort(self._sizes, able, count, self.setup.config.seed, round_, region.number)
 
     def _evaluates(self, round_: int) -> bool:
         """Whether an evaluation is due; with regions, at the first aggregation of regions after it would be."""
@@ -471,6 +435,13 @@ class RoundLoop:
                 raise FedstillError(f"round {self.server.round}: {name} is no longer finite; a smaller rate may help")
         return models if self._chosen is None else {next(iter(models)): self._chosen}
 
+    def _final_models(self) -> dict[str, Tensor]:
+        return self.models() if self.setup.method.global_model else {}
+
+    def predictor(self) -> Predictor | None:
+        """The model with all that it needs to predict; None if the method has no global one."""
+        return predictor(self.setup, self._final_models())
+
     def model(self) -> Tensor:
         """The weights of the model: what the run is for."""
         return next(iter(self.models().values()))
@@ -497,72 +468,9 @@ class RoundLoop:
         self.directory.checkpoint(self.server.round, state, sorted(self._active_since_checkpoint))
         self._active_since_checkpoint.clear()
 
-    def _write_results(self, summary: Summary, evaluation: Evaluation | None) -> None:
-        federation, rows = self.setup.federation, io.BytesIO()  # lines as objects would take more than all else
-        local = evaluation.fair.local if evaluation else np.full(federation.clients, np.nan)
-        self.client_columns = {
-            "client": np.array(federation.names or range(federation.clients)),
-            "train_samples": federation.sizes,
-            "test_samples": federation.test_sizes,
-            "accuracy": np.asarray(local, dtype=float),
-        }
-        rows.write(b"client,train_samples,test_samples,accuracy\n")
-        names = federation.names or map(str, range(federation.clients))
-        for name, n, m, accuracy in zip(names, federation.sizes, federation.test_sizes, local, strict=True):
-            quoted = '"' + name.replace('"', '""') + '"' if any(c in name for c in ',"\n') else name
-            rows.write(f"{quoted},{n},{m},{'' if math.isnan(accuracy) else f'{accuracy:.6f}'}\n".encode())
-        self.directory.write(files.CLIENTS, rows.getvalue())
-        models = self.models() if self.setup.method.global_model else {}
-        description = self.describe(models)
-        for name, model in models.items():
-            file = files.MODEL if name == description.model else files.further_model(name)
-            self.directory.write(file, self._model_bytes(description, name, model))
-        self.directory.write(files.DESCRIPTION, description.model_dump_json(indent=2) + "\n")
-        self.directory.write(files.SUMMARY, to_json(summary, indent=2) + "\n")
-        self.directory.write_digests()
-
-    def describe(self, models: Iterable[str]) -> ModelDescription:
-        """What the run's models are."""
-        return describe(self.setup.config, self.setup.task, self.setup.method, tuple(models))
-
-    def _model_bytes(self, description: ModelDescription, name: str, model: Tensor) -> bytes:
-        alone = description.model_copy(update={"model": name, "models": (name,)})
-        return model_bytes(alone, self.trained(model).state_dict())
-
-    def trained(self, model: Tensor | None = None) -> nn.Module:
-        """The network with these weights, the user's own if there is one; untrained if there are none."""
-        with device.on(device.CPU):
-            net = self.setup.task.build()
-        if model is not None:
-            net.load(model)
-        return self.setup.task.without_statistics(unwrapped(classifier(net))).eval()
-
     def _network(self) -> nn.Module:
         """The network as it is now; untrained if the method has no global model."""
-        return self.trained(self.model() if self.setup.method.global_model else None)
-
-    def predictor(self) -> Predictor | None:
-        """The model with all that it needs to predict; None if the method has no global one."""
-        if not self.setup.method.global_model:
-            return None
-        models = self.models()
-        return Predictor(self.trained(next(iter(models.values()))), self.describe(models))
-
-
-def _without(members: IntArray, absent: set[int]) -> IntArray:
-    """Those of the members that are there; all of them if none is, to be waited for."""
-    if not absent:
-        return members
-    there = members[~np.isin(members, list(absent))]
-    return there if len(there) else members
-
-
-def _tensors(state: Any, name: str = "its state") -> dict[str, Tensor]:
-    """Every tensor of a tree, by its place there."""
-    if isinstance(state, Tensor):
-        return {name: state}
-    pairs = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
-    return {place: part for key, node in pairs for place, part in _tensors(node, f"{name}/{key}").items()}
+        return network(self.setup.task, self.model() if self.setup.method.global_model else None)
 
 
 def refuse_changes(before: dict[str, str], now: dict[str, str]) -> None:

@@ -58,8 +58,8 @@ class _Best(Callback):
         for part in parent.split(".") if parent else ():
             holder = holder.get(part, {}) if isinstance(holder, dict) else {}
         if record["evaluated"] and self.best is None and last not in holder:
-            known = ", ".join(name for name, _ in scalars(record))
-            raise SettingError(f"metric = {self.metric!r}: the rounds have {known.replace('/', '.')}")
+            known = ", ".join(name for name, _ in scalars(record, "."))
+            raise SettingError(f"metric = {self.metric!r}: the rounds have {known}")
 
     def warn_of_choice(self) -> None:
         """A model that is chosen by its test score looks better than it is."""
@@ -172,12 +172,12 @@ class CSVLog(Callback):
     """Write the numbers of every round to a CSV file, by default rounds.csv in the run directory."""
 
     def __init__(self, path: str | Path | None = None) -> None:
-        self._given = None if path is None else Path(path)
+        self.given = None if path is None else Path(path)
         self._path = Path(files.ROUNDS)
         self._columns: tuple[str, ...] = ()
 
     def on_run_start(self, run: RunView) -> None:
-        self._path = self._given or run.path / files.ROUNDS
+        self._path = self.given or run.path / files.ROUNDS
         self._columns = ()
         if run.records:
             self._write(run.records)
@@ -202,4 +202,4 @@ class CSVLog(Callback):
 
 
 def _numbers(record: RoundRecord) -> dict[str, float]:
-    return {"round": record["round"], **dict(scalars(record))}
+    return {"round": record["round"], **dict(scalars(record, "."))}

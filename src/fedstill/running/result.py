@@ -77,8 +77,7 @@ class Result:
 
         Names of numbers inside others are joined by dots, as in "also.without T1.accuracy".
         """
-        rows = [{name.replace("/", "."): value for name, value in scalars(record)} for record in self.records]
-        return frame([{"round": record["round"], **row} for record, row in zip(self.records, rows, strict=True)])
+        return frame([{"round": record["round"], **dict(scalars(record, "."))} for record in self.records])
 
     def clients(self) -> Any:
         """Each client's samples and its accuracy under the final model, as `frame` gives the rounds."""

@@ -22,12 +22,12 @@ class TensorBoard(Callback):
         except ImportError as error:
             raise SettingError("TensorBoard needs a package: pip install 'fedstill[tensorboard]'") from error
         self._make: Any = SummaryWriter
-        self._given = None if path is None else Path(path)
+        self.given = None if path is None else Path(path)
         self._folder = Path(files.TENSORBOARD)
         self._writer: Any = None
 
     def on_run_start(self, run: RunView) -> None:
-        self._folder = self._given or run.path / files.TENSORBOARD
+        self._folder = self.given or run.path / files.TENSORBOARD
         # Of a run that goes on, what was written after its checkpoint does not count.
         with naming(self._folder):
             self._writer = self._make(str(self._folder), purge_step=run.round + 1)

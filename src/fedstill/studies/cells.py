@@ -26,9 +26,10 @@ from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
 from fedstill.metrics.records import RoundRecord, Summary
 from fedstill.running import api, files
-from fedstill.running.callbacks import Callback, RunView
-from fedstill.running.directory import RunDirectory, check_result, stopped_by
+from fedstill.running.callbacks import Callback, RunView, by_name
+from fedstill.running.directory import RunDirectory
 from fedstill.running.machine import check_engine, cores, one_thread
+from fedstill.running.places import check_result, stopped_by
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Cell:
     path: Path
     config: Config
     own: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # objects that `prepare` takes
+    callbacks: Sequence[Callback] = field(default=(), compare=False, repr=False)  # the run gets copies of its own
 
     def summary(self) -> Summary:
         """What the finished run came to."""
@@ -78,7 +80,7 @@ class Cell:
         if not (self.path / files.SUMMARY).exists():
             return min(done, self.config.rounds - 1)
         if done < self.config.rounds and stopped_by(self.path):
-            return done  # by a callback, in a run of its own
+            return done  # by a callback
         if done < self.config.rounds:
             raise DataError(
                 f"{self.path}/metrics.jsonl has lost rounds of a finished run; delete {self.path} to run it again"
@@ -87,7 +89,9 @@ class Cell:
 
     @property
     def finished(self) -> bool:
-        return self.rounds_done() == self.config.rounds
+        """Whether all rounds are done, or one of its callbacks has stopped it."""
+        done = self.rounds_done()
+        return done == self.config.rounds or (done is not None and stopped_by(self.path) in by_name(self.callbacks))
 
 
 def other_settings(there: Config, wanted: Config) -> str:
@@ -214,7 +218,7 @@ def _one(cell: Cell, workers: int, pipe: Connection, parent: int) -> None:
     def tell(message: dict[str, Any]) -> None:
         pipe.send_bytes(json.dumps(message).encode())
 
-    more: dict[str, Any] = {**cell.own, "callbacks": [_Tell(tell)]}
+    more: dict[str, Any] = {**cell.own, "callbacks": [*cell.callbacks, _Tell(tell)]}
     try:
         with one_thread():
             if cell.rounds_done() is None:

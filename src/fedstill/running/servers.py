@@ -1,0 +1,41 @@
+"""The servers of a run: the global one, and one for each region."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedstill.building.setup import Setup
+from fedstill.methods.base import Server
+from fedstill.running.directory import RunDirectory
+from fedstill.running.machine import server_threads
+
+
+def make_servers(setup: Setup, directory: RunDirectory) -> tuple[Server, dict[int, Server]]:
+    """The global server, and those of the regions by number; without regions they are the same one."""
+    regions, threads = setup.hierarchy.regions, server_threads(setup.config)
+    only = regions[0] if setup.hierarchy.flat else None
+    server = Server(
+        setup.task,
+        setup.federation.sizes,
+        directory.server_store,
+        setup.pool(),
+        clients=len(only.clients) if only else None,
+        region=only.number if only else 0,
+        threads=threads,
+    )
+    if only:
+        return server, {only.number: server}
+    regional = {}
+    for region in regions:
+        sizes = np.zeros_like(setup.federation.sizes)  # each knows its own clients alone
+        sizes[region.clients] = setup.federation.sizes[region.clients]
+        regional[region.number] = Server(
+            region.task,
+            sizes,
+            directory.regional_store(region.number),
+            server.pool,
+            clients=len(region.clients),
+            region=region.number,
+            threads=threads,
+        )
+    return server, regional

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fedstill.core.errors import DataError, SettingError, in_one_line
-from fedstill.data.formats import text
+from fedstill.core.errors import DataError
+from fedstill.data.formats import parquet, text
 from fedstill.data.formats.decoded import Array
 from fedstill.data.preprocessing import category, floats
 from fedstill.data.statistics import LONGEST_CATEGORY, MOST_CATEGORIES
@@ -43,6 +42,7 @@ class Roles:
     numbers: frozenset[str]  # columns that must be
     classes: tuple[str, ...]
     declared: bool  # what a column is was decided elsewhere
+    any_category: bool = False  # as of rows to predict: what no training row had counts as missing
 
     @property
     def all(self) -> list[str]:
@@ -51,14 +51,22 @@ class Roles:
 
 def header(path: Path) -> list[str]:
     """The names of a file's columns."""
-    if path.suffix.lower() == ".parquet":
-        with _parquet(path) as file:
-            return [str(name) for name in file.schema_arrow.names]
-    _, first = next(text.csv_rows(path, _separator(path), strip=True), (0, []))
+    if parquet.is_parquet(path):
+        return parquet.header(path)
+    if text.is_json(path):
+        return list(dict.fromkeys(name for _, row in text.json_objects(path) for name in row))
+    _, first = next(text.csv_rows(path, text.separator_of(path), strip=True), (0, []))
     return [name.strip() or f"column {number}" for number, name in enumerate(first, 1)]  # pandas' index has no name
 
 
-def from_csv(path: Path, roles: Roles) -> Columns:
+def read_columns(path: Path, roles: Roles) -> Columns:
+    """The columns of a `.csv`, `.tsv` or `.jsonl` (each perhaps with `.gz`) or a `.parquet`."""
+    if parquet.is_parquet(path):
+        return _from_parquet(path, roles)
+    return _from_json(path, roles) if text.is_json(path) else _from_csv(path, roles)
+
+
+def _from_csv(path: Path, roles: Roles) -> Columns:
     as_text = set(roles.text)
     while True:
         try:
@@ -75,7 +83,7 @@ class _NotNumbers(Exception):
 
 def _parsed(path: Path, roles: Roles, as_text: set[str]) -> Columns:
     """The columns of a CSV file, a block of rows at a time: a whole file as strings would fill the memory."""
-    separator = _separator(path)
+    separator = text.separator_of(path)
     rows, names = text.csv_rows(path, separator, strip=True), header(path)
     next(rows, None)
     at = {name: number for number, name in enumerate(names)}
@@ -121,34 +129,18 @@ def _coded(values: Iterable[Any], codes: dict[str, int]) -> Array:
     return np.fromiter((of_value[value] for value in listed), np.int64, len(listed))
 
 
-def _separator(path: Path) -> str:
-    """What separates columns: a tab in .tsv files, else what the first line has most of."""
-    if ".tsv" in path.name.lower():
-        return "\t"
-    first = next((line for line in text.lines(path) if line.strip()), "")
-    return max((",", ";", "\t", "|"), key=first.count)
+def _from_json(path: Path, roles: Roles) -> Columns:
+    """Objects may lack some of the columns."""
+    rows = [row for _, row in text.json_objects(path)]
+    return from_values({name: [row.get(name) for row in rows] for name in roles.all}, roles.text, str(path))
 
 
-@contextmanager
-def _parquet(path: Path) -> Iterator[Any]:
-    """An open parquet file. Whatever the library raises about it, of many kinds, is one error."""
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise SettingError("parquet files need the pyarrow library: pip install 'fedstill[tables]'") from error
-    try:
-        with ParquetFile(path) as file:
-            yield file
-    except Exception as error:
-        raise DataError(f"{path}: not a parquet file that can be read ({in_one_line(error)})") from error
-
-
-def from_parquet(path: Path, roles: Roles) -> Columns:
+def _from_parquet(path: Path, roles: Roles) -> Columns:
     """The columns of a parquet file."""
     from pyarrow import types
 
     found: dict[str, Any] = {}
-    with _parquet(path) as file:
+    with parquet.opened(path) as file:
         table = file.read(columns=roles.all)
         for name in roles.all:
             column = table.column(name)
@@ -191,7 +183,7 @@ def _plain_numbers(values: Any) -> Array | None:
 
 
 def check_categories(where: str, name: str, names: Iterable[str], roles: Roles) -> None:
-    listed = list(names)
+    listed = [] if roles.any_category else list(names)
     if name in roles.features and len(listed) > MOST_CATEGORIES:
         raise no_categories(where, name, f"more than {MOST_CATEGORIES} different ones")
     if name in roles.features and len(listed[-1] if listed else "") > LONGEST_CATEGORY:

@@ -1,4 +1,4 @@
-"""Tables with named columns: `.csv` and `.tsv` files, `.parquet` files, and DataFrames of pandas.
+"""Tables with named columns: `.csv`, `.tsv`, `.jsonl` and `.parquet` files, and DataFrames of pandas.
 
 A column is numbers if all its values are; any other is categories. Of the columns that are not features, `target` is
 the label, `client` who owns the row, `split` whether it trains or tests.
@@ -23,18 +23,17 @@ from fedstill.data.formats.columns import (
     Columns,
     Roles,
     check_categories,
-    from_csv,
-    from_parquet,
     from_values,
     header,
     no_categories,
+    read_columns,
 )
 from fedstill.data.formats.decoded import Array, Decoded, SplitArrays, hold_out, to_dataset
 from fedstill.data.formats.labels import class_order
 from fedstill.data.preprocessing import Column, TablePreprocessing, floats
 from fedstill.data.statistics import column_sums, merged
 
-SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet")
+SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".jsonl", ".jsonl.gz", ".parquet")
 _MOST_LABELS = 1000  # that are numbers; more are measurements
 _MOST_FRACTIONS = 20  # labels that are not whole
 _SHOWN = 20  # names of columns in an error
@@ -99,8 +98,7 @@ def read(path: Path, settings: TableSettings) -> Dataset:
     if not path.is_file():
         raise DataError(f"there is no file {path}")
     wanted = _roles(header(path), settings, str(path))
-    found = from_parquet(path, wanted) if path.suffix.lower() == ".parquet" else from_csv(path, wanted)
-    return _dataset(found, wanted, str(path), path.name.split(".")[0])
+    return _dataset(read_columns(path, wanted), wanted, str(path), path.name.split(".")[0])
 
 
 # --- which column is what ---
@@ -241,6 +239,11 @@ def _owners(values: Array | Categories | None, column: str, where: str) -> tuple
     names = class_order(values.names)
     number = {name: place for place, name in enumerate(names)}
     return np.array([number[name] for name in values.names], np.int64)[values.codes], tuple(names)
+
+
+def is_test(value: str) -> bool:
+    """Whether a split column says that a row tests."""
+    return _SPLITS.get(value.lower(), False)
 
 
 def _tests(values: Array | Categories, column: str, where: str) -> Array:

@@ -150,6 +150,7 @@ TABLE = ModelDescription(
     split_column="part",
     preprocessing=TablePreprocessing(columns=(Column(name="âge"), Column(name="ward", categories=("a", "b;c")))),
     network="mlp",
+    encoder="",
 )
 ROWS = {"âge": [1.5, np.nan, 3.0], "ward": ["a", "b;c", "new"]}
 COMMAS = 'âge,ward,ill,part\n1.5,a,0.0,train\n,"b;c",1.0,test\n3,new,1.0,test\n'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -16,7 +17,9 @@ from fedstill.data.formats.decoded import Array
 from fedstill.data.preprocessing import category, floats
 from fedstill.data.statistics import LONGEST_CATEGORY, MOST_CATEGORIES
 
+TOLD_APART = 10  # rows that all differ in a column, from which on that is no accident
 _ROWS = 50_000  # of a CSV file at a time
+_DATE = re.compile(r"\d{1,4}([-./])\d{1,2}\1\d{1,4}([ T].*)?")
 
 
 @dataclass
@@ -104,8 +107,10 @@ def _parsed(path: Path, roles: Roles, as_text: set[str]) -> Columns:
                 raise DataError(f"{path}: column {name!r} is numbers in this run, and one is {wrong_value[:40]!r}")
             if name not in codes and blocks[name]:
                 raise _NotNumbers(name)
-            blocks[name].append(_coded(values, codes.setdefault(name, {})))
-            check_categories(str(path), name, codes[name], roles)
+            known = codes.setdefault(name, {})
+            if name in roles.features and len(known) > MOST_CATEGORIES and not roles.any_category:
+                values = ()  # it is `unusable`, and would fill the memory
+            blocks[name].append(_coded(values, known))
     if not blocks[roles.all[0]]:
         raise DataError(f"{path}: no rows")
     found = {name: np.concatenate(parts) for name, parts in blocks.items()}
@@ -182,16 +187,16 @@ def _plain_numbers(values: Any) -> Array | None:
     return floats(values)
 
 
-def check_categories(where: str, name: str, names: Iterable[str], roles: Roles) -> None:
-    listed = [] if roles.any_category else list(names)
-    if name in roles.features and len(listed) > MOST_CATEGORIES:
-        raise no_categories(where, name, f"more than {MOST_CATEGORIES} different ones")
-    if name in roles.features and len(listed[-1] if listed else "") > LONGEST_CATEGORY:
-        raise no_categories(where, name, f"some of more than {LONGEST_CATEGORY} characters")
-
-
-def no_categories(where: str, name: str, what: str) -> DataError:
-    return DataError(
-        f"{where}: the values of column {name!r} are no categories, but {what}; leave the column out with "
-        f"drop_columns = [{name!r}]"
-    )
+def unusable(name: str, values: Array | Categories, roles: Roles) -> str:
+    """Why a column of features is neither numbers nor categories, in words; empty if it is."""
+    if not isinstance(values, Categories):
+        return ""
+    if name not in roles.text and values.names and all(map(_DATE.fullmatch, values.names)):
+        return "dates; make numbers of them, such as an age"
+    if len(values.names) > MOST_CATEGORIES:
+        return f"more than {MOST_CATEGORIES} different words"
+    if any(len(word) > LONGEST_CATEGORY for word in values.names):
+        return f"words of more than {LONGEST_CATEGORY} characters"
+    if not roles.declared and len(values.names) == (values.codes >= 0).sum() >= TOLD_APART:
+        return "another word in every row, as an id or a name would be"
+    return ""

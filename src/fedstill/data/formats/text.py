@@ -137,9 +137,9 @@ def read_table(path: Path, columns: Columns | None = None, *, labelled: bool = T
     if not found["text"]:
         raise DataError(f"{path}: no texts")
     if not labelled:
-        return Corpus(found["text"], None, notes=_encoding_notes(path))
+        return Corpus(found["text"], None, notes=encoding_notes(path))
     client = np.array(found["client"]) if "client" in found else None
-    return Corpus(found["text"], np.array(found["label"]), client=client, notes=_encoding_notes(path))
+    return Corpus(found["text"], np.array(found["label"]), client=client, notes=encoding_notes(path))
 
 
 def header(path: Path) -> list[str]:
@@ -350,8 +350,9 @@ def encoding_of(path: Path) -> str:
     return "cp1252" if "cp1252" in decoders else "latin-1"
 
 
-def _encoding_notes(path: Path) -> tuple[str, ...]:
-    encoding = encoding_of(path)
+def encoding_notes(path: Path) -> tuple[str, ...]:
+    """What to say of a file that may have been read in the wrong encoding."""
+    encoding = "" if parquet.is_parquet(path) else encoding_of(path)
     return (f"{path.name} is not UTF-8 and was read as {encoding}",) if encoding in ("cp1252", "latin-1") else ()
 
 

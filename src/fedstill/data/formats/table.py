@@ -65,12 +65,12 @@ def is_table(name: str) -> bool:
 
 def from_frame(
     frame: Any,
-    target: str,
-    client: str = "",
+    target: str | int,
+    client: str | int = "",
     *,
-    split: str = "",
-    categorical: Sequence[str] = (),
-    drop: Sequence[str] = (),
+    split: str | int = "",
+    categorical: Sequence[str | int] = (),
+    drop: Sequence[str | int] = (),
     name: str = "table",
 ) -> Dataset:
     """A dataset from a pandas DataFrame, or any mapping of columns: `target` is the label, `client` who owns a row.
@@ -84,8 +84,9 @@ def from_frame(
     >>> data.classes, tuple(data.shape), data.input_shape
     (('no', 'yes'), (2,), (3,))
     """
-    named = (tuple(str(column) for column in columns) for columns in (categorical, drop))  # pandas may number them
-    settings = TableSettings(str(target), str(client), str(split), *named)
+    settings = TableSettings(  # pandas may number its columns
+        *(str(target), str(client), str(split), tuple(map(str, categorical)), tuple(map(str, drop)))
+    )
     if not hasattr(frame, "columns") and not isinstance(frame, Mapping):
         raise DataError(f"a DataFrame or a mapping of columns is needed, not {type(frame).__name__}")
     given = {str(column): frame[column] for column in getattr(frame, "columns", frame)}

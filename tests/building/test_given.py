@@ -18,6 +18,7 @@ from fedstill import DataError, Dataset, Federation, FedstillError, SettingError
 from fedstill.building.config import resolve
 from fedstill.building.given import as_data, as_model
 from fedstill.building.setup import prepare
+from fedstill.cli.commands import config_of
 from support.commandline import fedstill as command
 
 X = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)
@@ -247,7 +248,7 @@ def test_a_function_that_returns_something_else_is_refused(file: Path, name: str
         ("images/train.npz", r"there is no file or folder images/train.npz, nor a folder images"),
         ("revews.csv", r"there is no file or folder revews.csv; did you mean reviews.csv\?"),
         ("revews.npz", "there is no file or folder revews.npz; did you mean reviews"),
-        ("mnst", "unknown dataset 'mnst'; did you mean 'mnist'"),
+        ("mnst", "unknown dataset, file or folder 'mnst'; did you mean 'mnist'"),
         ("readme.txt", "readme.txt: a dataset is a folder of images, an .npz file"),
     ],
 )
@@ -259,3 +260,37 @@ def test_a_path_that_does_not_exist_is_never_called_an_unknown_dataset(
         (tmp_path / there).write_text("text,label\na,b\n")
     with pytest.raises(FedstillError, match=message):
         fedstill.run(data=name, **RUN)
+
+
+def test_a_frame_and_its_labels_apart_are_a_table() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"age": [1.0, 2.0] * 5, "sex": list("fm") * 5})
+    found = as_data((frame, pandas.Series(["ill", "well"] * 5, name="outcome")))
+    assert isinstance(found, Dataset)
+    assert found.table is not None
+    assert (found.classes, [column.name for column in found.table.columns]) == (("ill", "well"), ["age", "sex"])
+    with pytest.raises(DataError, match="column 'sex' is both a feature and the label"):
+        as_data((frame, frame["sex"]))
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ("np.zeros((20, 5), np.float32), np.arange(20) % 2", ("mlp", "dirichlet")),
+        ("fedstill.from_arrays(np.zeros((20, 5)), np.arange(20) % 2, client=np.arange(20) // 10)", ("mlp", "natural")),
+        ("np.zeros((20, 8, 8), np.uint8), np.arange(20) % 2", ("lenet5", "dirichlet")),
+    ],
+)
+def test_what_a_function_makes_settles_the_defaults_and_it_is_called_once(
+    tmp_path: Path, returned: str, expected: tuple[str, str]
+) -> None:
+    calls = tmp_path / "calls"
+    (tmp_path / "mine.py").write_text(
+        f"import fedstill, numpy as np\ndef f():\n    open({str(calls)!r}, 'a').write('.')\n    return {returned}\n"
+    )
+    config = config_of("fedavg", {"data": f"{tmp_path}/mine.py:f"}, [])
+    config = config.model_copy(update={"clients": min(2, config.clients)})
+    assert (config.model, config.partition) == expected
+    shape = prepare(config).federation.dataset.shape
+    assert calls.read_text() == "."
+    assert tuple(shape) == ((1, 32, 32) if config.model == "lenet5" else (5,))  # the size that the network takes

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from fedstill.core.errors import DataError, SettingError
-from fedstill.data import load
+from fedstill.data import from_arrays, load
 from fedstill.data.dataset import Dataset, Split
 from fedstill.data.federation import Federation, federate, from_clients
 from fedstill.data.partition import names
@@ -256,3 +256,15 @@ def test_shared_local_tests_are_a_kth_of_every_class_that_a_client_holds() -> No
         found = np.bincount(labels[federation.test(k)], minlength=10)
         assert found.tolist() == [100 // 7 if n else 0 for n in held[k]]
     assert federation.test_source == "test"
+
+
+def test_test_samples_that_name_their_owners_are_the_clients_own() -> None:
+    places, y = np.array(["south", "north", "west"]), np.arange(12) % 2
+    client, client_test = places[np.arange(12) % 3], np.array(["west", "north", "north", "nobody"])
+    data = from_arrays(np.zeros((12, 2)), y, np.zeros((4, 2)), y[:4], client=client, client_test=client_test)
+    found = federate(data, clients=0, partition="natural", local_test="own")
+    tests = {name: found.test(k).tolist() for k, name in enumerate(found.client_names)}
+    assert tests == {"north": [1, 2], "south": [], "west": [0]}
+    assert found.sizes.sum() == 12  # nothing is held out
+    with pytest.raises(DataError, match="local_test = 'own': the data must say who owns each test sample"):
+        federate(data, clients=2, partition="iid", local_test="own")

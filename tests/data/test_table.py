@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"client": "outcome"}, "must be different columns"),
     ({}, {"drop": ("age", "sex")}, "no column is left to learn from"),
     ({"age": [float("inf"), 1.0] * 20}, {}, "column 'age' has a number that is not finite"),
-    ({"name": [f"p{i}" for i in range(ROWS)]}, {}, r"another one in every row, .* drop_columns = \['name'\]"),
+    ({"name": [f"p{i}" for i in range(ROWS)]}, {}, r"another word in every row, .* drop_columns=name"),
     ({"outcome": ["", "a", "b", "a"] * 10}, {}, "10 rows have no label in column 'outcome'"),
     ({"outcome": np.linspace(0, 1, ROWS)}, {}, "40 different numbers: that is regression, .* classification only"),
     ({"outcome": ["a"] * ROWS}, {}, "all labels are 'a'; two classes are the fewest"),
@@ -180,14 +181,18 @@ def test_files_that_are_damaged_are_refused_with_the_line(tmp_path: Path) -> Non
     with pytest.raises(DataError, match="not a parquet file"):
         read(tmp_path / "t.parquet", TableSettings("outcome"))
     path.write_text("word,outcome\n" + "".join(f"w{i},a\nw{i},b\n" for i in range(101)))
-    with pytest.raises(DataError, match="more than 100 different ones"):
+    with pytest.raises(DataError, match="more than 100 different words"):
         read(path, TableSettings("outcome"))
 
 
 def test_an_index_that_pandas_wrote_has_a_name_to_drop_it_by(tmp_path: Path) -> None:
     path = written(tmp_path / "t.csv", {"": range(ROWS)} | frame())
-    with pytest.warns(UserWarning, match=r"column 'column 1' is another whole number"):
-        assert read(path, TableSettings("outcome")).input_shape == (4,)
+    found = read(path, TableSettings("outcome"))
+    assert found.input_shape == (4,)
+    assert found.notes == (
+        "column 'column 1' is another whole number in every row; if it is an id, leave it out: --set "
+        "drop_columns=column 1",
+    )
     assert read(path, TableSettings("outcome", drop=("column 1",))).input_shape == (3,)
 
 
@@ -203,8 +208,27 @@ def test_what_is_no_frame_is_refused() -> None:
 
 
 def test_an_id_of_numbers_is_warned_about() -> None:
-    with pytest.warns(UserWarning, match=r"column 'patient' is another whole number in every row"):
-        from_frame(frame(patient=range(ROWS)), "outcome")
+    (note,) = from_frame(frame(patient=range(ROWS)), "outcome").notes
+    assert note.startswith("column 'patient' is another whole number in every row")
+
+
+def test_all_columns_that_nothing_is_learnt_from_are_named_at_once() -> None:
+    words, dates = [f"P{i}" for i in range(ROWS)], [f"{i % 9 + 1:02}.03.2021" for i in range(ROWS)]
+    with pytest.raises(DataError, match=r"'id' \(another word.*'day' \(dates.*--set drop_columns=id,day$"):
+        from_frame(frame(id=words, day=dates), "outcome")
+    assert from_frame(frame(day=dates), "outcome", categorical=["day"]).input_shape == (12,)  # who asks for it gets it
+
+
+def test_a_table_may_be_json_lines_and_its_columns_numbers(tmp_path: Path) -> None:
+    rows = [dict(zip(frame(), row, strict=True)) for row in zip(*frame().values(), strict=True)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row, default=float) + "\n" for row in rows))
+    written(tmp_path / "t.csv", frame())
+    one, other = (read(tmp_path / name, TableSettings("outcome")) for name in ("t.jsonl", "t.csv"))
+    torch.testing.assert_close(one.train.x, other.train.x, equal_nan=True)
+    assert (one.classes, one.table) == (other.classes, other.table)
+    pandas = pytest.importorskip("pandas")
+    numbered = pandas.DataFrame([[1.0, "a"], [2.0, "b"]] * 5)
+    assert from_frame(numbered, target=1).classes == ("a", "b")
 
 
 # --- standardising ----------------------------------------------------------------------------------------------------

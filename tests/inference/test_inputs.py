@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from sklearn import metrics
 import fedstill as library
 from fedstill.core.errors import DataError
 from fedstill.data.dataset import Dataset, Split
-from fedstill.data.formats.rows import read_columns
-from fedstill.data.preprocessing import Column, TablePreprocessing
+from fedstill.data.preprocessing import ArrayPreprocessing, Column, ImagePreprocessing, TablePreprocessing
+from fedstill.inference.description import ModelDescription
 from fedstill.inference.evaluation import Evaluation
+from fedstill.inference.inputs import read_inputs
+from fedstill.metrics.scores import find
 from support.commandline import fedstill
 from support.quick import TINY
 
@@ -86,7 +89,7 @@ def test_an_evaluation_has_the_numbers_of_scikit_learn(run: Path, data: str) -> 
 
 
 def test_a_class_without_samples_has_no_recall() -> None:
-    found = Evaluation.of(["a", "a"], ["a", "b"], ("a", "b", "c")).as_json()
+    found = Evaluation.of(["a", "a"], np.array([[1.0, 0, 0], [0, 1, 0]]), ("a", "b", "c")).as_json()
     assert found["recall"] == {"a": 0.5, "b": None, "c": None}
     assert found["balanced_accuracy"] == 0.5
     assert found["macro_f1"] == pytest.approx((2 / 3 + 0) / 2)  # of a and b, as c has neither samples nor predictions
@@ -113,7 +116,7 @@ def test_rows_of_a_table_are_predicted_and_evaluated(tmp_path: Path) -> None:
         assert json.loads(answer.out)["accuracy"] == pytest.approx(result.records[-1]["accuracy"], abs=1e-6)
     (tmp_path / "other.csv").write_text("height;weight\n1;2\n")
     answer = fedstill("predict", tmp_path / "run", "--data", tmp_path / "other.csv", "--out", tmp_path / "p.csv")
-    assert (answer.code, answer.err) == (2, "error: no column 'age'; there are height, weight\n")
+    assert (answer.code, answer.err) == (2, f"error: {tmp_path}/other.csv: no column 'age'; there are height, weight\n")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +124,7 @@ def test_rows_of_a_table_are_predicted_and_evaluated(tmp_path: Path) -> None:
     [
         (["--data", "nowhere"], "there is no file or folder nowhere"),
         (["--data", "{run}/config.toml"], "this model takes images"),
-        (["--data", "{run}/checkpoints"], "no image files in it"),
+        (["--data", "{run}/checkpoints"], "no image files found in <class>/"),
         (["--data", "{run}/../plain"], "there are no labels to compare with (no class folders)"),
         (["--data", "{run}/../test.npz", "--client", "3"], "keeps no model of its own"),
         (["--data", "{run}/../test.npz", "--which", "best"], "unknown model 'best'"),
@@ -140,37 +143,103 @@ def test_a_label_that_the_model_does_not_know_is_named(run: Path, tmp_path: Path
     assert "the label 'Hat' (input 2) is none of the model's classes" in answer.err
 
 
+TABLE = ModelDescription(
+    method="fedavg",
+    classes=("0", "1"),
+    label_column="ill",
+    split_column="part",
+    preprocessing=TablePreprocessing(columns=(Column(name="âge"), Column(name="ward", categories=("a", "b;c")))),
+    network="mlp",
+    encoder="",
+)
+ROWS = {"âge": [1.5, np.nan, 3.0], "ward": ["a", "b;c", "new"]}
+COMMAS = 'âge,ward,ill,part\n1.5,a,0.0,train\n,"b;c",1.0,test\n3,new,1.0,test\n'
+OBJECTS = (
+    '{"âge": 1.5, "ward": "a", "ill": 0, "x": []}\n\n{"ward": "b;c", "ill": 1}\n{"âge": "3", "ward": "new", "ill": 1.0}'
+)
+
+
 @pytest.mark.parametrize(
-    ("name", "text", "expected"),
+    ("name", "text", "encoding"),
     [
-        ("a.csv", "x,y\n1,a\n2,b\n", {"x": ["1", "2"], "y": ["a", "b"]}),
-        ("a.csv", 'x;y\n1;"a;b"\n', {"x": ["1"], "y": ["a;b"]}),
-        ("a.tsv", "x\ty\n1,5\ta\n", {"x": ["1,5"], "y": ["a"]}),
-        ("a.csv.gz", "x\n1\n", {"x": ["1"]}),
-        ("a.jsonl", '{"x": 1}\n\n{"y": "a"}\n', {"x": [1, None], "y": [None, "a"]}),
+        ("a.csv", COMMAS, "utf-8"),
+        ("a.csv", COMMAS, "utf-16"),
+        ("a.csv", 'âge;ward;ill\n1,5;a;0\n;"b;c";1\n3,0;new;1\n', "cp1252"),  # as German programs write it
+        ("a.tsv", "âge\tward\till\n1.5\ta\t0\n\tb;c\t1\n3\tnew\t1\n", "utf-8"),
+        ("a.csv", ',âge,ward,ill\n0,1.5,a,0\n1,,"b;c",1\n2,3,new,1\n', "utf-8"),  # an index without a name
+        ("a.jsonl", OBJECTS, "utf-8"),
+        ("a.csv.gz", COMMAS, "utf-8"),
     ],
 )
-def test_rows_are_read_by_column(tmp_path: Path, name: str, text: str, expected: dict[str, Any]) -> None:
+def test_rows_to_predict_are_read_as_rows_that_train(tmp_path: Path, name: str, text: str, encoding: str) -> None:
     path = tmp_path / name
-    path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
-    assert read_columns(path) == expected
+    path.write_bytes(gzip.compress(text.encode(encoding)) if name.endswith(".gz") else text.encode(encoding))
+    found = read_inputs(path, TABLE)
+    assert found.labels == ["0", "1", "1"]
+    x = TABLE.preprocessing.encode(found.part(0, 3))
+    torch.testing.assert_close(x, TABLE.preprocessing.encode(ROWS), equal_nan=True, rtol=0, atol=0)
+
+
+def test_of_a_table_with_a_split_column_the_test_rows_are_evaluated(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(COMMAS)
+    found = read_inputs(tmp_path / "a.csv", TABLE, tests=True)
+    assert (found.names, found.labels, found.held_out) == (["2", "3"], ["1", "1"], True)
+    assert read_inputs(tmp_path / "a.csv", TABLE).names == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("a.csv", "x,y\n1\n", "line 2: 1 fields, not 2"),
-        ("a.csv", "x,x\n1,2\n", "two columns are called 'x'"),
-        ("a.csv", "", "no rows"),
-        ("a.csv", "x\na\0\n", "not a file of text"),
-        ("a.jsonl", "[1]\n", "line 1: no JSON object"),
-        ("a.jsonl", "{\n", "line 1: no JSON"),
+        ("a.csv", "âge,ward\n1\n", "line 2: 1 fields, not 2"),
+        ("a.csv", "", "no column 'âge'; there are none"),
+        ("a.csv", "âge,ward\n", "no rows"),
+        ("a.csv", "âge,ward\na\0\n", "not a file of text"),
+        ("a.jsonl", "[1]\n", "line 1: not an object"),
+        ("a.jsonl", "{\n", "line 1: not JSON"),
     ],
 )
 def test_rows_that_cannot_be_read_are_one_line(tmp_path: Path, name: str, text: str, problem: str) -> None:
-    (tmp_path / name).write_bytes(text.encode("latin-1"))
+    (tmp_path / name).write_bytes(text.encode())
     with pytest.raises(DataError, match=problem):
-        read_columns(tmp_path / name)
+        read_inputs(tmp_path / name, TABLE)
+
+
+@pytest.mark.parametrize(
+    ("y", "more"),
+    [
+        (np.array(["no", "yes", "no"]), {}),
+        (np.array([0.0, 1.0, 0.0]), {}),  # the model's own numbers
+        (np.array([1, 2, 1]), {"classes": np.array(["no", "yes"])}),
+    ],
+)
+def test_labels_of_arrays_are_those_that_training_reads(tmp_path: Path, y: Any, more: dict[str, Any]) -> None:
+    np.savez(tmp_path / "x.npz", x=np.zeros((3, 2)), y=y, **more)
+    about = TABLE.model_copy(update={"classes": ("no", "yes"), "preprocessing": ArrayPreprocessing(shape=(2,))})
+    assert read_inputs(tmp_path / "x.npz", about).labels == ["no", "yes", "no"]
+
+
+@pytest.mark.parametrize("layout", ["{}", "train/{}", "clients/north/{}", "test/{}"])
+def test_folders_of_images_are_read_in_every_layout_that_trains(tmp_path: Path, layout: str) -> None:
+    for label in ("cat", "dog"):
+        file = tmp_path / layout.format(label) / "1.png"
+        file.parent.mkdir(parents=True)
+        Image.new("L", (4, 4)).save(file)
+    about = TABLE.model_copy(update={"preprocessing": ImagePreprocessing(shape=(1, 4, 4), mean=(0.5,), std=(0.5,))})
+    if layout.startswith("test"):  # beside what trained
+        (tmp_path / "train").mkdir()
+        shutil.copytree(tmp_path / "test" / "cat", tmp_path / "train" / "cat")
+    found = read_inputs(tmp_path, about)
+    assert found.labels == ["cat", "dog"]
+    assert found.names == [f"{layout.format(label)}/1.png" for label in ("cat", "dog")]
+
+
+def test_an_evaluation_measures_what_is_named() -> None:
+    labels, likely = np.array([0, 1, 1, 0]), np.array([0.2, 0.7, 0.3, 0.4])
+    names = [("no", "yes")[n] for n in labels]
+    found = Evaluation.of(names, np.stack([1 - likely, likely], 1), ("no", "yes"), find(["auroc"], (), 2))
+    assert found.as_json()["auroc"] == metrics.roc_auc_score(labels, likely)
+    with pytest.raises(DataError, match=r"an empty label \(input 2\) is none of the model's classes: no, yes"):
+        Evaluation.of(["no", ""], np.ones((2, 2)) / 2, ("no", "yes"))
 
 
 @pytest.mark.slow
@@ -182,7 +251,7 @@ def test_texts_are_predicted_from_the_column_that_is_named(tmp_path: Path) -> No
     (tmp_path / "new.csv").write_text("review\n" + "\n".join(texts) + "\n")
     words = ["predict", tmp_path / "run", "--data", tmp_path / "new.csv", "--out", tmp_path / "p.csv"]
     answer = fedstill(*words)
-    assert "no column 'text'; --text-column names that of the texts: review" in answer.err
+    assert "no column 'text'; its first line, which names the columns, has review" in answer.err
     assert fedstill(*words, "--text-column", "review").code == 0
     found = [row["predicted"] for row in table_of(tmp_path / "p.csv")]
     assert found == library.load(tmp_path / "run").predict(texts).tolist()

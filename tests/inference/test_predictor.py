@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 import fedstill
 from fedstill.core.errors import DataError, SettingError
 from fedstill.core.files import write_json
-from fedstill.data.formats.rows import read_columns
 from fedstill.running.verify import verify
 from support.quick import QUICK, TINY
 
@@ -198,9 +197,3 @@ def test_code_that_a_directory_names_is_run_only_if_it_is_what_the_run_began_wit
     assert not (tmp_path / "ran").exists()
     fedstill.load(tmp_path / "run", model=f"{file}:net")
     assert (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "cp1252"])
-def test_rows_to_predict_are_read_in_the_encodings_of_training(tmp_path: Path, encoding: str) -> None:
-    (tmp_path / "new.csv").write_bytes("âge;ville\n40;Orléans\n50;Sète\n".encode(encoding))
-    assert read_columns(tmp_path / "new.csv") == {"âge": ["40", "50"], "ville": ["Orléans", "Sète"]}

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from fedstill.core import custom
 from fedstill.core.errors import DataError, SettingError
-from fedstill.data import Dataset, from_arrays, from_huggingface, from_torch, huggingface
+from fedstill.data import Dataset, from_arrays, from_frame, from_huggingface, from_torch, huggingface
 from fedstill.data.federation import Federation
 
 _TAKEN = (
-    "a name or path, a fedstill.Dataset or Federation, (x, y) or (x, y, x_test, y_test) of arrays, a map-style "
-    "torch.utils.data.Dataset, or a datasets.Dataset"
+    "a name or path, a fedstill.Dataset or Federation, (x, y) or (x, y, x_test, y_test) of arrays, (DataFrame, "
+    "labels), a map-style torch.utils.data.Dataset, or a datasets.Dataset"
 )
 
 
@@ -30,13 +30,19 @@ def as_data(given: object, what: str = "data") -> str | Dataset | Federation:
         return str(given)
     if huggingface.is_object(given):
         return from_huggingface(given)
-    if isinstance(given, tuple) and len(given) == 2 and all(isinstance(p, torch.utils.data.Dataset) for p in given):
-        return from_torch(given[0], given[1])
-    if isinstance(given, tuple) and len(given) in (2, 4) and all(map(_is_array, given)):
-        return from_arrays(*given)
+    if isinstance(given, tuple) and (found := _from_tuple(given)):
+        return found
     if isinstance(given, torch.utils.data.Dataset):
         return from_torch(given)
     raise DataError(f"{what} is {_kind(given)}; {_hint(given)}")
+
+
+def _from_tuple(given: tuple[Any, ...]) -> Dataset | None:
+    if len(given) == 2 and all(isinstance(part, torch.utils.data.Dataset) for part in given):
+        return from_torch(given[0], given[1])
+    if len(given) == 2 and _is_frame(given[0]):
+        return _labelled_frame(*given)
+    return from_arrays(*given) if len(given) in (2, 4) and all(map(_is_array, given)) else None
 
 
 def as_dataset(given: object, what: str) -> str | Dataset:
@@ -93,6 +99,19 @@ def _made(make: Callable[[], Any]) -> nn.Module:
     return found
 
 
+def _is_frame(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] in ("pandas", "polars") and hasattr(value, "columns")
+
+
+def _labelled_frame(frame: Any, labels: Any) -> Dataset:
+    """A table of features and its labels apart, as scikit-learn takes them."""
+    columns = {str(column): frame[column] for column in frame.columns}
+    target = str(getattr(labels, "name", None) or "label")
+    if target in columns:
+        raise DataError(f"column {target!r} is both a feature and the label; leave it out of the features")
+    return from_frame(columns | {target: labels}, target)
+
+
 def _is_array(value: object) -> bool:
     return isinstance(value, np.ndarray | Tensor) or (isinstance(value, list) and bool(value))
 
@@ -114,7 +133,7 @@ def _hint(given: object) -> str:
     parts = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
     hints = {
         "make a dataset of it with fedstill.from_frame(df, target=…), where target is the column of the labels": (
-            type(given).__module__.partition(".")[0] in ("pandas", "polars") and hasattr(given, "columns")
+            _is_frame(given)
         ),
         "give its dataset, data=loader.dataset: batches are made by clients (batch_size)": (
             isinstance(given, torch.utils.data.DataLoader)

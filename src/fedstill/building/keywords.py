@@ -70,9 +70,10 @@ class Settings(TypedDict, total=False):
     """Samples a client keeps at most; 0: all. [default: 0; at least 0]"""
     test_fraction: float
     """Share of a client's data held out for its own test. [default: 0.2; at least 0, below 1]"""
-    local_test: Literal["split", "matched", "shared"]
-    """A client's test data: split from its own, drawn from the test set in the same proportions, or 1/clients of
-    the test samples of each class it has. [default: split; split, matched, shared]"""
+    local_test: Literal["split", "matched", "shared", "own"]
+    """A client's test data: split from its own, drawn from the test set in the same proportions, 1/clients of the
+    test samples of each class it has, or those of the test set that the data say are its own. [default: split;
+    split, matched, shared, own]"""
     model_options: dict[str, Any]
     """Options of the network."""
     augment: str

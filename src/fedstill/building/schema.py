@@ -172,10 +172,10 @@ class Config(BaseModel):
     ratio: float = Field(0.5, gt=0, le=1, description="share of the data used (dir_fedgen)")
     samples_per_client: int = Field(0, ge=0, description="samples a client keeps at most; 0: all")
     test_fraction: float = Field(0.2, ge=0, lt=1, description="share of a client's data held out for its own test")
-    local_test: Literal["split", "matched", "shared"] = Field(
+    local_test: Literal["split", "matched", "shared", "own"] = Field(
         "split",
-        description="a client's test data: split from its own, drawn from the test set in the same proportions, or "
-        "1/clients of the test samples of each class it has",
+        description="a client's test data: split from its own, drawn from the test set in the same proportions, "
+        "1/clients of the test samples of each class it has, or those of the test set that the data say are its own",
     )
     # model
     model: str = Field(

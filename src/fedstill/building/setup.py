@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -77,7 +77,8 @@ def prepare(
     found = load_data(config, tokenizer) if data is None else data
     if isinstance(found, Federation):
         config = config.model_copy(update={"clients": found.clients, "partition": "natural"})
-    elif data is not None:
+        found = replace(found, dataset=sized(found.dataset, wanted_size(config)))
+    else:
         found = sized(found, wanted_size(config))
     federation = divide(config, found)
     if not elsewhere:

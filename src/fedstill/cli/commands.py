@@ -17,6 +17,7 @@ from fedstill.analysis import listings
 from fedstill.analysis.comparing import read_comparison, slug
 from fedstill.analysis.tables import episodes_table, metrics_table, percent, reliability_table, results_table
 from fedstill.building.config import Config, is_config_file, parse_assignments, parse_sweeps, read_toml, resolve
+from fedstill.building.data import own_glance
 from fedstill.cli.failure import Halted
 from fedstill.core import custom
 from fedstill.core.choices import Format
@@ -308,8 +309,9 @@ def run_name(config: Config) -> str:
 
 def config_of(method: str, flags: Flags, assignments: list[str]) -> Config:
     file = read_toml(method) if is_config_file(method) else {"method": method}
-    named = str(file.get("method", "fedavg"))
-    return resolve(file, flags, parse_assignments(assignments, named))
+    layers = file, flags, parse_assignments(assignments, str(file.get("method", "fedavg")))
+    data = next((str(layer["data"]) for layer in reversed(layers) if "data" in layer), "")
+    return resolve(*layers, data=own_glance(data))
 
 
 def known_to(method: str, methods: list[str], assignments: list[str]) -> list[str]:

@@ -29,7 +29,9 @@ Data = Annotated[
         "a table a .csv, .tsv, .jsonl or .parquet."
     ),
 ]
-TextColumn = Annotated[str, typer.Option(help="Of texts: the column that holds them.")]
+TextColumn = Annotated[
+    str, typer.Option(help=r"Of texts: the column that holds them. \[as in training]", show_default=False)
+]
 Which = Annotated[
     str | None, typer.Option(help="Another model of the run, such as 'without T1'.", rich_help_panel=WHICH)
 ]
@@ -46,7 +48,7 @@ def predict(
     directory: Directory,
     data: Data,
     out: Annotated[Path, typer.Option(help="The table: a row for each input.")] = Path("predictions.csv"),
-    text_column: TextColumn = "text",
+    text_column: TextColumn = "",
     which: Which = None,
     client: Client = None,
     model: Model = None,
@@ -80,9 +82,16 @@ def evaluate(
     directory: Directory,
     data: Data,
     label_column: Annotated[
-        str, typer.Option("--label-column", "--target", help="Of texts and tables: the column with the true class.")
-    ] = "label",
-    text_column: TextColumn = "text",
+        str,
+        typer.Option(
+            "--label-column",
+            "--target",
+            help=r"Of texts and tables: the column with the true class. \[as in training]",
+            show_default=False,
+        ),
+    ] = "",
+    text_column: TextColumn = "",
+    metrics: Annotated[str, typer.Option(help="Further metrics: auroc,ece or file.py:function.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     which: Which = None,
     client: Client = None,
@@ -93,24 +102,30 @@ def evaluate(
 
     \b
     fedstill evaluate runs/fedavg-… --data ./labelled-scans
-    fedstill evaluate runs/fedavg-… --data patients.csv --target outcome --json
+    fedstill evaluate runs/fedavg-… --data patients.csv --metrics auroc,ece
+    fedstill evaluate site-north --data patients.csv --target outcome --json
 
-    Labels are the folders of images, y of an .npz, or a column. Of data with a test part, that is used.
+    Labels are the folders of images, y of an .npz, or a column. Of data with a test part (a folder test, x_test, the
+    split_column of training), that is used.
     """
+    import numpy as np
+
     from fedstill.inference.evaluation import Evaluation
     from fedstill.inference.inputs import read_inputs
+    from fedstill.metrics.scores import find
 
     predictor = _loaded(directory, which, client, model)
-    inputs = read_inputs(data, predictor.description, text_column=text_column, label_column=label_column)
+    chosen = find(list(filter(None, metrics.split(","))), (), len(predictor.classes))
+    inputs = read_inputs(data, predictor.description, text_column=text_column, label_column=label_column, tests=True)
     if inputs.labels is None:
-        hint = f"no column {label_column!r}; --label-column names it" if inputs.unit == "row" else "no class folders"
+        column = label_column or predictor.description.label_column or "label"
+        rows = "no y" if data.suffix == ".npz" else f"no column {column!r}; --label-column names it"
+        hint = rows if inputs.unit == "row" else "no class folders"
         raise SettingError(f"{data}: there are no labels to compare with ({hint}); 'fedstill predict' needs none")
-    found = [
-        predictor.classes[row.argmax()]
-        for _, rows in _predicted(predictor, inputs, "evaluating", quiet=as_json)
-        for row in rows
-    ]
-    result = Evaluation.of(inputs.labels, found, predictor.classes)
+    parts = [rows for _, rows in _predicted(predictor, inputs, "evaluating", quiet=as_json)]
+    result = Evaluation.of(inputs.labels, np.concatenate(parts), predictor.classes, chosen)
+    if not inputs.held_out and _trained_on(directory, data):
+        typer.echo("the run trained on most of these; summary.json has how it did on those it held out", err=True)
     if as_json:
         print(json.dumps(result.as_json(), indent=2, ensure_ascii=False))
     else:
@@ -153,6 +168,16 @@ def _loaded(directory: Path, which: str | None, client: str | None, model: str |
     return load(directory, which=which, client=number, model=model)
 
 
+def _trained_on(directory: Path, data: Path) -> bool:
+    """Whether these are the data of the run itself."""
+    from fedstill.building.config import read_toml
+    from fedstill.core.files import home_path
+    from fedstill.running import files
+
+    config = directory / files.CONFIG
+    return config.is_file() and home_path(str(read_toml(config).get("data", ""))).resolve() == data.resolve()
+
+
 def _predicted(predictor: Predictor, inputs: RawInputs, what: str, *, quiet: bool = False) -> Any:
     """Probabilities, part by part, and the number of the first input of each."""
     from rich.progress import track
@@ -171,11 +196,15 @@ def _show(result: Any) -> None:
 
     from fedstill.analysis.tables import percent
     from fedstill.cli import commands
+    from fedstill.metrics.shown import title
 
-    commands.say(
-        f"{result.samples:,} samples: accuracy {percent(result.accuracy)}, balanced accuracy "
-        f"{percent(result.balanced_accuracy)}, macro F1 {result.macro_f1:.3f}"
-    )
+    shares = {"accuracy": result.accuracy, "balanced_accuracy": result.metrics["balanced_accuracy"]}
+    found = [f"{title(name)} {percent(value)}" for name, value in shares.items()]
+    for name, value in result.metrics.items():
+        if name not in shares:
+            reason = f" ({result.reasons[name]})" if name in result.reasons else ""
+            found.append(f"{title(name)} " + (f"–{reason}" if math.isnan(value) else f"{value:.3f}"))
+    commands.say(f"{result.samples:,} samples: {', '.join(found)}")
     shown = Table(title="Recall, and what each class was taken for")
     for column in ("true class", "samples", "recall"):
         shown.add_column(column, justify="left" if column == "true class" else "right", no_wrap=True)

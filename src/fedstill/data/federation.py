@@ -27,7 +27,7 @@ Array = npt.NDArray[Any] | Tensor
 Labels = Array | Sequence[str] | Sequence[int]
 
 
-LOCAL_TESTS = ("split", "matched", "shared")
+LOCAL_TESTS = ("split", "matched", "shared", "own")
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,8 @@ def federate(
     `clients=0` with `partition="natural"` means all of them. `local_test="matched"` keeps all samples for
     training and draws local tests, `test_fraction` times as large, from `dataset.test` with the client's
     class proportions; clients may then share test samples. `local_test="shared"` gives each client 1/K of the test
-    samples of every class it holds, as FedGen does. Other settings go to the partition.
+    samples of every class it holds, as FedGen does; "own" gives it the test samples that the data say are its own, as
+    LEAF's do. Other settings go to the partition.
     """
     _check_test_fraction(test_fraction)
     check_setting("fraction", fraction)
@@ -150,7 +151,9 @@ def federate(
     else:
         class_counts = _pair_counts(owner[owner >= 0], labels[index[owner >= 0]], count, len(dataset.classes))
         rng, test_labels = numpy_rng(seed, "local test"), _labels(dataset.test)
-        if local_test == "matched":
+        if local_test == "own":
+            test_index, test_offsets = _own_tests(dataset, train_index, train_offsets, natural=partition == "natural")
+        elif local_test == "matched":
             test_index, test_offsets = _matched(class_counts, test_labels, test_fraction, rng)
         else:
             test_index, test_offsets = _shared(class_counts, test_labels, rng)
@@ -235,6 +238,21 @@ def from_clients(
     )
     divided = federate(dataset, clients=0, partition="natural", seed=seed, test_fraction=test_fraction)
     return replace(divided, pool_index=pooled)
+
+
+def _own_tests(
+    dataset: Dataset, train_index: IntArray, train_offsets: IntArray, *, natural: bool
+) -> tuple[IntArray, IntArray]:
+    """The test samples of the owners that the clients are."""
+    if not natural or dataset.train.client is None or dataset.test.client is None:
+        raise DataError(
+            "local_test = 'own': the data must say who owns each test sample (client_test, LEAF's test files, or a "
+            "table with client_column and split_column), and the partition must be natural"
+        )
+    held, tests = dataset.train.client.numpy(), dataset.test.client.numpy()
+    number = np.full(max(held.max(), tests.max(initial=0)) + 1, -1)
+    number[held[train_index[train_offsets[:-1]]]] = np.arange(len(train_offsets) - 1)
+    return _compress(np.arange(len(tests)), number[tests], len(train_offsets) - 1)
 
 
 def _labels(split: Split) -> IntArray:

@@ -211,7 +211,8 @@ def existing_path(name: str) -> Path:
     if path.exists():
         return path
     if not (path.suffix or os.sep in name or name.startswith((".", "~"))):
-        raise unknown("dataset", name, names())
+        here = [entry.name for entry in Path().iterdir()]
+        raise unknown("dataset, file or folder", name, [*names(), *difflib.get_close_matches(name, here)])
     if not path.parent.is_dir():
         raise DataError(f"there is no file or folder {name}, nor a folder {path.parent}")
     near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=3, cutoff=0.6)

@@ -41,6 +41,9 @@ class ModelDescription(BaseModel):
     model: str = ""  # which of the method's models this is; empty: the method has no global one
     models: tuple[str, ...] = ()  # all that the run saved
     classes: tuple[str, ...]
+    text_column: str = ""  # what the training data called these; empty: text and label, or no file of rows
+    label_column: str = ""
+    split_column: str = ""
     preprocessing: Annotated[Preprocessing, Field(discriminator="kind")]
     network: str  # a name, file.py:function, or <Class> for an object
     options: dict[str, Any] = {}
@@ -73,6 +76,9 @@ def describe(config: Config, task: Task, method: Method, models: Sequence[str]) 
         model=next(iter(models), ""),
         models=tuple(models),
         classes=dataset.classes,
+        text_column=config.text_column,
+        label_column=config.target or config.label_column,
+        split_column=config.split_column,
         preprocessing=dataset.preprocessing,
         network=config.model,
         options=dict(config.model_options),

@@ -10,26 +10,33 @@ from typing import Any
 import numpy as np
 
 from fedstill.core.errors import DataError
-from fedstill.metrics.confusion import IntArray, balanced_accuracy, confusion_matrix, macro_f1, recalls
+from fedstill.metrics.confusion import IntArray, confusion_matrix
+from fedstill.metrics.scores import Metric, Numbers, Outcomes, on_one_set
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The confusion of classes, and what it comes to."""
+    """The confusion of classes, and what it and the probabilities come to."""
 
     classes: tuple[str, ...]
     confusion: IntArray  # true classes by predicted ones
+    metrics: dict[str, float]  # beyond accuracy; NaN where there is none
+    reasons: dict[str, str]  # why there is none
 
     @classmethod
-    def of(cls, labels: Sequence[str], predicted: Sequence[str], classes: tuple[str, ...]) -> Evaluation:
-        """From the names of classes, true and predicted."""
+    def of(
+        cls, labels: Sequence[str], probabilities: Numbers, classes: tuple[str, ...], metrics: Sequence[Metric] = ()
+    ) -> Evaluation:
+        """From the names of the true classes, and the probabilities (N, classes) that a model gives."""
         number = {name: place for place, name in enumerate(classes)}
         for row, label in enumerate(labels, 1):
             if label not in number:
-                known = ", ".join(classes[:20])
-                raise DataError(f"the label {label[:40]!r} (input {row}) is none of the model's classes: {known}")
-        true, found = (np.array([number[name] for name in names], np.int64) for names in (labels, predicted))
-        return cls(classes, confusion_matrix(true, found, len(classes)))
+                given, known = f"the label {label[:40]!r}" if label else "an empty label", ", ".join(classes[:20])
+                raise DataError(f"{given} (input {row}) is none of the model's classes: {known}")
+        true = np.array([number[name] for name in labels], np.int64)
+        found = Outcomes(true, probabilities.argmax(1), probabilities)
+        table = on_one_set(found, len(classes), metrics)
+        return cls(classes, confusion_matrix(true, found.predicted, len(classes)), table.values, table.reasons)
 
     @property
     def samples(self) -> int:
@@ -40,28 +47,24 @@ class Evaluation:
         return float(self.confusion.trace() / self.samples)
 
     @property
-    def balanced_accuracy(self) -> float:
-        return balanced_accuracy(self.confusion)
-
-    @property
-    def macro_f1(self) -> float:
-        return macro_f1(self.confusion)
-
-    @property
     def recall(self) -> dict[str, float]:
         """By class; NaN of one without samples."""
-        return dict(zip(self.classes, recalls(self.confusion).tolist(), strict=True))
+        rows = zip(self.classes, self.confusion.diagonal(), self.confusion.sum(1), strict=True)
+        return {name: float(right / samples) if samples else math.nan for name, right, samples in rows}
 
     def as_json(self) -> dict[str, Any]:
         """All of it as plain values."""
         return {
             "samples": self.samples,
             "accuracy": self.accuracy,
-            "balanced_accuracy": self.balanced_accuracy,
-            "macro_f1": self.macro_f1,
-            "recall": {name: None if math.isnan(value) else value for name, value in self.recall.items()},
+            **_without_nan(self.metrics),
+            "recall": _without_nan(self.recall),
             "confusion": {
                 true: dict(zip(self.classes, row.tolist(), strict=True))
                 for true, row in zip(self.classes, self.confusion, strict=True)
             },
         }
+
+
+def _without_nan(values: dict[str, float]) -> dict[str, float | None]:
+    return {name: None if math.isnan(value) else value for name, value in values.items()}

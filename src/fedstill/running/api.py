@@ -17,6 +17,7 @@ from fedstill.building.config import (
     is_object,
     resolve,
 )
+from fedstill.building.data import own_glance
 from fedstill.building.given import as_data, as_dataset, as_model
 from fedstill.building.keywords import Keywords
 from fedstill.building.setup import Setup, prepare
@@ -264,7 +265,7 @@ def _config(method: str | Method, objects: Mapping[str, object], settings: dict[
             raise SettingError(f"{settled[0]} cannot be set: the data are a Federation, divided already")
         settings = settings | {"clients": data.clients, "partition": "natural"}
     dataset = data.dataset if isinstance(data, Federation) else data
-    about = Glance.of(dataset) if isinstance(dataset, Dataset) else None
+    about = Glance.of(dataset) if isinstance(dataset, Dataset) else own_glance(data) if isinstance(data, str) else None
     named: dict[str, object] = {"method": method} | {name: v for name, v in objects.items() if v is not None}
     for name, value in named.items():
         if not isinstance(value, str):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from fedstill.core.errors import DataError, SettingError, in_one_line
-from fedstill.data.formats import text
+from fedstill.core.errors import DataError
+from fedstill.data.formats import parquet, text
 from fedstill.data.formats.decoded import Array
 from fedstill.data.preprocessing import category, floats
 from fedstill.data.statistics import LONGEST_CATEGORY, MOST_CATEGORIES
 
+TOLD_APART = 10  # rows that all differ in a column, from which on that is no accident
 _ROWS = 50_000  # of a CSV file at a time
+_DATE = re.compile(r"\d{1,4}([-./])\d{1,2}\1\d{1,4}([ T].*)?")
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Roles:
     numbers: frozenset[str]  # columns that must be
     classes: tuple[str, ...]
     declared: bool  # what a column is was decided elsewhere
+    any_category: bool = False  # as of rows to predict: what no training row had counts as missing
 
     @property
     def all(self) -> list[str]:
@@ -51,14 +54,22 @@ class Roles:
 
 def header(path: Path) -> list[str]:
     """The names of a file's columns."""
-    if path.suffix.lower() == ".parquet":
-        with _parquet(path) as file:
-            return [str(name) for name in file.schema_arrow.names]
-    _, first = next(text.csv_rows(path, _separator(path), strip=True), (0, []))
+    if parquet.is_parquet(path):
+        return parquet.header(path)
+    if text.is_json(path):
+        return list(dict.fromkeys(name for _, row in text.json_objects(path) for name in row))
+    _, first = next(text.csv_rows(path, text.separator_of(path), strip=True), (0, []))
     return [name.strip() or f"column {number}" for number, name in enumerate(first, 1)]  # pandas' index has no name
 
 
-def from_csv(path: Path, roles: Roles) -> Columns:
+def read_columns(path: Path, roles: Roles) -> Columns:
+    """The columns of a `.csv`, `.tsv` or `.jsonl` (each perhaps with `.gz`) or a `.parquet`."""
+    if parquet.is_parquet(path):
+        return _from_parquet(path, roles)
+    return _from_json(path, roles) if text.is_json(path) else _from_csv(path, roles)
+
+
+def _from_csv(path: Path, roles: Roles) -> Columns:
     as_text = set(roles.text)
     while True:
         try:
@@ -75,7 +86,7 @@ class _NotNumbers(Exception):
 
 def _parsed(path: Path, roles: Roles, as_text: set[str]) -> Columns:
     """The columns of a CSV file, a block of rows at a time: a whole file as strings would fill the memory."""
-    separator = _separator(path)
+    separator = text.separator_of(path)
     rows, names = text.csv_rows(path, separator, strip=True), header(path)
     next(rows, None)
     at = {name: number for number, name in enumerate(names)}
@@ -96,8 +107,10 @@ def _parsed(path: Path, roles: Roles, as_text: set[str]) -> Columns:
                 raise DataError(f"{path}: column {name!r} is numbers in this run, and one is {wrong_value[:40]!r}")
             if name not in codes and blocks[name]:
                 raise _NotNumbers(name)
-            blocks[name].append(_coded(values, codes.setdefault(name, {})))
-            check_categories(str(path), name, codes[name], roles)
+            known = codes.setdefault(name, {})
+            if name in roles.features and len(known) > MOST_CATEGORIES and not roles.any_category:
+                values = ()  # it is `unusable`, and would fill the memory
+            blocks[name].append(_coded(values, known))
     if not blocks[roles.all[0]]:
         raise DataError(f"{path}: no rows")
     found = {name: np.concatenate(parts) for name, parts in blocks.items()}
@@ -121,34 +134,18 @@ def _coded(values: Iterable[Any], codes: dict[str, int]) -> Array:
     return np.fromiter((of_value[value] for value in listed), np.int64, len(listed))
 
 
-def _separator(path: Path) -> str:
-    """What separates columns: a tab in .tsv files, else what the first line has most of."""
-    if ".tsv" in path.name.lower():
-        return "\t"
-    first = next((line for line in text.lines(path) if line.strip()), "")
-    return max((",", ";", "\t", "|"), key=first.count)
+def _from_json(path: Path, roles: Roles) -> Columns:
+    """Objects may lack some of the columns."""
+    rows = [row for _, row in text.json_objects(path)]
+    return from_values({name: [row.get(name) for row in rows] for name in roles.all}, roles.text, str(path))
 
 
-@contextmanager
-def _parquet(path: Path) -> Iterator[Any]:
-    """An open parquet file. Whatever the library raises about it, of many kinds, is one error."""
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise SettingError("parquet files need the pyarrow library: pip install 'fedstill[tables]'") from error
-    try:
-        with ParquetFile(path) as file:
-            yield file
-    except Exception as error:
-        raise DataError(f"{path}: not a parquet file that can be read ({in_one_line(error)})") from error
-
-
-def from_parquet(path: Path, roles: Roles) -> Columns:
+def _from_parquet(path: Path, roles: Roles) -> Columns:
     """The columns of a parquet file."""
     from pyarrow import types
 
     found: dict[str, Any] = {}
-    with _parquet(path) as file:
+    with parquet.opened(path) as file:
         table = file.read(columns=roles.all)
         for name in roles.all:
             column = table.column(name)
@@ -190,16 +187,16 @@ def _plain_numbers(values: Any) -> Array | None:
     return floats(values)
 
 
-def check_categories(where: str, name: str, names: Iterable[str], roles: Roles) -> None:
-    listed = list(names)
-    if name in roles.features and len(listed) > MOST_CATEGORIES:
-        raise no_categories(where, name, f"more than {MOST_CATEGORIES} different ones")
-    if name in roles.features and len(listed[-1] if listed else "") > LONGEST_CATEGORY:
-        raise no_categories(where, name, f"some of more than {LONGEST_CATEGORY} characters")
-
-
-def no_categories(where: str, name: str, what: str) -> DataError:
-    return DataError(
-        f"{where}: the values of column {name!r} are no categories, but {what}; leave the column out with "
-        f"drop_columns = [{name!r}]"
-    )
+def unusable(name: str, values: Array | Categories, roles: Roles) -> str:
+    """Why a column of features is neither numbers nor categories, in words; empty if it is."""
+    if not isinstance(values, Categories):
+        return ""
+    if name not in roles.text and values.names and all(map(_DATE.fullmatch, values.names)):
+        return "dates; make numbers of them, such as an age"
+    if len(values.names) > MOST_CATEGORIES:
+        return f"more than {MOST_CATEGORIES} different words"
+    if any(len(word) > LONGEST_CATEGORY for word in values.names):
+        return f"words of more than {LONGEST_CATEGORY} characters"
+    if not roles.declared and len(values.names) == (values.codes >= 0).sum() >= TOLD_APART:
+        return "another word in every row, as an id or a name would be"
+    return ""

@@ -1,4 +1,4 @@
-"""Tables with named columns: `.csv` and `.tsv` files, `.parquet` files, and DataFrames of pandas.
+"""Tables with named columns: `.csv`, `.tsv`, `.jsonl` and `.parquet` files, and DataFrames of pandas.
 
 A column is numbers if all its values are; any other is categories. Of the columns that are not features, `target` is
 the label, `client` who owns the row, `split` whether it trains or tests.
@@ -6,7 +6,6 @@ the label, `client` who owns the row, `split` whether it trains or tests.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,27 +17,26 @@ import torch
 
 from fedstill.core.errors import DataError, SettingError
 from fedstill.data.dataset import Dataset
+from fedstill.data.formats import text
 from fedstill.data.formats.columns import (
+    TOLD_APART,
     Categories,
     Columns,
     Roles,
-    check_categories,
-    from_csv,
-    from_parquet,
     from_values,
     header,
-    no_categories,
+    read_columns,
+    unusable,
 )
 from fedstill.data.formats.decoded import Array, Decoded, SplitArrays, hold_out, to_dataset
 from fedstill.data.formats.labels import class_order
 from fedstill.data.preprocessing import Column, TablePreprocessing, floats
 from fedstill.data.statistics import column_sums, merged
 
-SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet")
+SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".jsonl", ".jsonl.gz", ".parquet")
 _MOST_LABELS = 1000  # that are numbers; more are measurements
 _MOST_FRACTIONS = 20  # labels that are not whole
 _SHOWN = 20  # names of columns in an error
-_TOLD_APART = 10  # rows that all differ in a column, from which on that is no accident
 _SPLITS = {"train": False, "training": False, "test": True, "testing": True}
 
 
@@ -67,12 +65,12 @@ def is_table(name: str) -> bool:
 
 def from_frame(
     frame: Any,
-    target: str,
-    client: str = "",
+    target: str | int,
+    client: str | int = "",
     *,
-    split: str = "",
-    categorical: Sequence[str] = (),
-    drop: Sequence[str] = (),
+    split: str | int = "",
+    categorical: Sequence[str | int] = (),
+    drop: Sequence[str | int] = (),
     name: str = "table",
 ) -> Dataset:
     """A dataset from a pandas DataFrame, or any mapping of columns: `target` is the label, `client` who owns a row.
@@ -86,7 +84,9 @@ def from_frame(
     >>> data.classes, tuple(data.shape), data.input_shape
     (('no', 'yes'), (2,), (3,))
     """
-    settings = TableSettings(target, client, split, tuple(categorical), tuple(drop))
+    settings = TableSettings(  # pandas may number its columns
+        *(str(target), str(client), str(split), tuple(map(str, categorical)), tuple(map(str, drop)))
+    )
     if not hasattr(frame, "columns") and not isinstance(frame, Mapping):
         raise DataError(f"a DataFrame or a mapping of columns is needed, not {type(frame).__name__}")
     given = {str(column): frame[column] for column in getattr(frame, "columns", frame)}
@@ -99,8 +99,8 @@ def read(path: Path, settings: TableSettings) -> Dataset:
     if not path.is_file():
         raise DataError(f"there is no file {path}")
     wanted = _roles(header(path), settings, str(path))
-    found = from_parquet(path, wanted) if path.suffix.lower() == ".parquet" else from_csv(path, wanted)
-    return _dataset(found, wanted, str(path), path.name.split(".")[0])
+    found = _dataset(read_columns(path, wanted), wanted, str(path), path.name.split(".")[0])
+    return replace(found, notes=(*text.encoding_notes(path), *found.notes))
 
 
 # --- which column is what ---
@@ -158,6 +158,7 @@ def _there_are(names: Sequence[str]) -> str:
 
 
 def _dataset(columns: Columns, roles: Roles, where: str, name: str = "") -> Dataset:
+    _check_usable(columns, roles, where)
     features = [_feature(columns[feature], feature, roles, where) for feature in roles.features]
     x = np.stack([values for _, values in features], axis=1)
     if not len(x):
@@ -175,7 +176,7 @@ def _dataset(columns: Columns, roles: Roles, where: str, name: str = "") -> Data
         at = hold_out(y, client)
     train, test = (SplitArrays(x[i], y[i], None if client is None else client[i]) for i in at)
     found = to_dataset(Decoded(train, test, classes, client_names), name or where)
-    return replace(found, table=_standardised(table, found.train.x))
+    return replace(found, table=_standardised(table, found.train.x), notes=_counting(columns, roles))
 
 
 def _standardised(table: TablePreprocessing, x: torch.Tensor) -> TablePreprocessing:
@@ -190,23 +191,39 @@ def _feature(values: Array | Categories, name: str, roles: Roles, where: str) ->
     if isinstance(values, Categories):
         if name in roles.numbers:
             raise DataError(f"{where}: column {name!r} is numbers in this run, and {values.names[:1]} is none")
-        check_categories(where, name, values.names, roles)
-        if not roles.declared and len(values.names) == (values.codes >= 0).sum() >= _TOLD_APART:
-            raise no_categories(where, name, "another one in every row, as an id or a name would be")
         names = class_order(values.names)
         number = {category_: float(place) for place, category_ in enumerate(names)}
         new = np.array([*(number[category_] for category_ in values.names), np.nan])
         return Column(name=name, categories=tuple(names)), new[values.codes]  # -1 is the last
     if np.isinf(values).any():
         raise DataError(f"{where}: column {name!r} has a number that is not finite; leave it empty if it is not known")
-    whole = not roles.declared and len(values) >= _TOLD_APART and not (values % 1).any()  # NaN counts as some
-    if whole and np.ptp(values) < 10 * len(values) and len(np.unique(values)) == len(values):
-        warnings.warn(
-            f"{where}: column {name!r} is another whole number in every row; if it is an id, leave it out with "
-            f"drop_columns = [{name!r}]",
-            stacklevel=2,
-        )
     return Column(name=name), values
+
+
+def _check_usable(columns: Columns, roles: Roles, where: str) -> None:
+    """Refuse all columns at once that are neither numbers nor categories."""
+    reasons = {name: reason for name in roles.features if (reason := unusable(name, columns[name], roles))}
+    if reasons:
+        listed = ", ".join(f"column {name!r} ({reason})" for name, reason in list(reasons.items())[:_SHOWN])
+        raise DataError(
+            f"{where}: neither numbers nor categories: {listed}; leave out what is not to be learnt from: "
+            f"--set drop_columns={','.join(reasons)}"
+        )
+
+
+def _counting(columns: Columns, roles: Roles) -> tuple[str, ...]:
+    """What to say of columns that may be ids: whole numbers, another one in every row."""
+    found = []
+    for name in roles.features if not roles.declared else ():
+        values = columns[name]
+        if isinstance(values, Categories) or len(values) < TOLD_APART or (values % 1).any():  # NaN counts as some
+            continue
+        if np.ptp(values) < 10 * len(values) and len(np.unique(values)) == len(values):
+            found.append(
+                f"column {name!r} is another whole number in every row; if it is an id, leave it out: "
+                f"--set drop_columns={name}"
+            )
+    return tuple(found)
 
 
 def _labels(values: Array | Categories, roles: Roles, where: str) -> tuple[Array, tuple[str, ...]]:
@@ -241,6 +258,11 @@ def _owners(values: Array | Categories | None, column: str, where: str) -> tuple
     names = class_order(values.names)
     number = {name: place for place, name in enumerate(names)}
     return np.array([number[name] for name in values.names], np.int64)[values.codes], tuple(names)
+
+
+def is_test(value: str) -> bool:
+    """Whether a split column says that a row tests."""
+    return _SPLITS.get(value.lower(), False)
 
 
 def _tests(values: Array | Categories, column: str, where: str) -> Array:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from fedstill.core.errors import DataError, in_one_line
+from fedstill.data.formats import parquet
 from fedstill.data.formats.arrays import decode as decode_arrays
 from fedstill.data.formats.decoded import Array, Decoded, SplitArrays
 
@@ -38,6 +39,7 @@ LONGEST = 2**31 - 1  # characters of a field; Python's csv stops at 131,072 by d
 
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")  # of tables of text, each also with .gz
+Rows = Iterator[tuple[int, list[Any]]]  # with the lines they begin in
 SEPARATORS = (",", ";", "\t", "|")
 _MARKS = {  # the first bytes of a file that says how it is encoded; those of UTF-32 begin with those of UTF-16
     codecs.BOM_UTF32_LE: "utf-32",
@@ -115,7 +117,7 @@ class Columns:
 
 
 def read_table(path: Path, columns: Columns | None = None, *, labelled: bool = True) -> Corpus:
-    """A table of texts, their labels and perhaps their owners; not `labelled`: the texts alone count."""
+    """A file of texts, their labels and perhaps their owners; not `labelled`: the texts alone count."""
     wanted = columns or Columns()
     names, rows = named_rows(path)
     places = {"text": _place(path, names, "text", wanted.text)}
@@ -128,20 +130,21 @@ def read_table(path: Path, columns: Columns | None = None, *, labelled: bool = T
         if len(row) != len(names):
             raise DataError(f"{path}, line {line}: {len(row)} fields, not {len(names)}")
         for name, place in places.items():
-            found[name].append(row[place] if name == "text" else row[place].strip())
+            cell = _cell(row[place], path, line, names[place])
+            found[name].append(cell if name == "text" else cell.strip())
             if name != "text" and not found[name][-1]:
                 raise DataError(f"{path}, line {line}: its {names[place]} is empty")
     if not found["text"]:
         raise DataError(f"{path}: no texts")
     if not labelled:
-        return Corpus(found["text"], None, notes=_encoding_notes(path))
+        return Corpus(found["text"], None, notes=encoding_notes(path))
     client = np.array(found["client"]) if "client" in found else None
-    return Corpus(found["text"], np.array(found["label"]), client=client, notes=_encoding_notes(path))
+    return Corpus(found["text"], np.array(found["label"]), client=client, notes=encoding_notes(path))
 
 
 def header(path: Path) -> list[str]:
     """The names of a table's columns."""
-    return (_json_table(path) if _plain_suffix(path) == ".jsonl" else _delimited_table(path))[0]
+    return named_rows(path)[0]
 
 
 def _place(path: Path, header: list[str], role: str, name: str) -> int:
@@ -163,38 +166,57 @@ def _place(path: Path, header: list[str], role: str, name: str) -> int:
     )
 
 
-def _json_table(path: Path) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
-    """JSON lines as a table: an object a line, whose first names the columns."""
+def is_json(path: Path) -> bool:
+    """Whether a file has a JSON object a line.
 
-    def objects() -> Iterator[tuple[int, dict[str, Any]]]:
-        for number, line in enumerate(lines(path), 1):
-            if line.strip():
-                try:
-                    found = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise DataError(f"{path}, line {number}: not JSON ({in_one_line(error)})") from error
-                if not isinstance(found, dict):
-                    raise DataError(f'{path}, line {number}: not an object with names, as {{"text": …}}')
-                yield number, found
-
-    header = list(next(objects(), (0, {}))[1])
-
-    def rows() -> Iterator[tuple[int, list[str]]]:
-        for number, found in objects():
-            values = [found.get(name) for name in header]
-            if nested := next((name for name in header if isinstance(found.get(name), dict | list)), None):
-                raise DataError(f"{path}, line {number}: its {nested} is no text or number")
-            yield number, ["" if value is None else str(value) for value in values]
-
-    return header, rows()
+    >>> is_json(Path("a.JSONL.gz")), is_json(Path("a.csv"))
+    (True, False)
+    """
+    return _plain_suffix(path) == ".jsonl"
 
 
-def named_rows(path: Path) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
-    """The names of the columns of a `.csv`, `.tsv` or `.jsonl`, and the rows with the lines they begin in."""
-    return _json_table(path) if _plain_suffix(path) == ".jsonl" else _delimited_table(path)
+def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file of JSON lines, with their lines."""
+    for number, line in enumerate(lines(path), 1):
+        if line.strip():
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path}, line {number}: not JSON ({in_one_line(error)})") from error
+            if not isinstance(found, dict):
+                raise DataError(f'{path}, line {number}: not an object with names, as {{"text": …}}')
+            yield number, found
 
 
-def _delimited_table(path: Path) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
+def _json_table(path: Path) -> tuple[list[str], Rows]:
+    """JSON lines as a table, whose first object names the columns."""
+    header = list(next(json_objects(path), (0, {}))[1])
+    return header, ((number, [found.get(name) for name in header]) for number, found in json_objects(path))
+
+
+def _parquet_table(path: Path) -> tuple[list[str], Rows]:
+    def rows() -> Rows:
+        with parquet.opened(path) as file:
+            columns = file.read().to_pydict().values()
+        yield from enumerate(map(list, zip(*columns, strict=True)), 1)
+
+    return parquet.header(path), rows()
+
+
+def named_rows(path: Path) -> tuple[list[str], Rows]:
+    """The names of the columns of a file of rows, and the rows with the lines they begin in."""
+    if parquet.is_parquet(path):
+        return _parquet_table(path)
+    return _json_table(path) if is_json(path) else _delimited_table(path)
+
+
+def _cell(value: Any, path: Path, line: int, name: str) -> str:
+    if isinstance(value, dict | list):
+        raise DataError(f"{path}, line {line}: its {name} is no text or number")
+    return "" if value is None else str(value)
+
+
+def _delimited_table(path: Path) -> tuple[list[str], Rows]:
     """The names of the columns, and the rows with the lines they begin in."""
     separator = separator_of(path)
     quoted = separator != "\t" or _is_quoted(path)
@@ -206,7 +228,7 @@ def separator_of(path: Path) -> str:
     """What separates columns: of the usual marks the one that the first line has most of, of a .tsv the tab."""
     if _plain_suffix(path) == ".tsv":
         return "\t"
-    first = next(lines(path), "")
+    first = next((line for line in lines(path) if line.strip()), "")
     return max(SEPARATORS, key=lambda mark: len(next(csv.reader([first], delimiter=mark), [])))
 
 
@@ -328,8 +350,9 @@ def encoding_of(path: Path) -> str:
     return "cp1252" if "cp1252" in decoders else "latin-1"
 
 
-def _encoding_notes(path: Path) -> tuple[str, ...]:
-    encoding = encoding_of(path)
+def encoding_notes(path: Path) -> tuple[str, ...]:
+    """What to say of a file that may have been read in the wrong encoding."""
+    encoding = "" if parquet.is_parquet(path) else encoding_of(path)
     return (f"{path.name} is not UTF-8 and was read as {encoding}",) if encoding in ("cp1252", "latin-1") else ()
 
 

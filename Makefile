@@ -4,7 +4,7 @@ INSTALLED := .venv/installed
 # Of pytest-xdist's schedulers, this one goes on when a test kills its process; tests beside each other stay together.
 PARALLEL := -n 2 --dist worksteal --max-worker-restart 4
 
-.PHONY: install demo test test-fast check fuzz bench clean
+.PHONY: install demo test test-fast check docs fuzz bench clean
 
 install: $(INSTALLED)
 
@@ -27,6 +27,13 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/docs  # into site/; warnings are errors, nothing is fetched
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+.venv/docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 fuzz: install
 	$(BIN)/python tools/fuzz.py --seconds 600
 
@@ -38,4 +45,4 @@ bench: .venv/bench
 	touch $@
 
 clean:
-	rm -rf .venv .bench build *.egg-info src/*.egg-info
+	rm -rf .venv .bench build site *.egg-info src/*.egg-info

@@ -301,6 +301,9 @@ def settings_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+BLOCK = "\b\n"  # how click is told to leave lines as they are
+
+
 def commands_page() -> str:
     lines = ["# Commands", "", "What `fedstill COMMAND --help` says, of all of them.", ""]
     for name, command in _commands(get_command(app), "fedstill"):
@@ -332,8 +335,14 @@ def _flags(parameter: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """Help for a terminal as Markdown: without its marks of style, and with what looks like a tag as text."""
-    return re.sub(r"<(\w)", r"&lt;\1", text.replace("\\[", "["))
+    """Help for a terminal as Markdown: what is set off there is a block, what looks like a tag is text."""
+    paragraphs = re.split(r"\n\s*\n", text.replace("\\[", "["))
+    return "\n\n".join(
+        f"```text\n{inspect.cleandoc(each.removeprefix(BLOCK))}\n```"
+        if each.startswith(BLOCK)
+        else re.sub(r"<(\w)", r"&lt;\1", each)
+        for each in paragraphs
+    )
 
 
 def datasets_table() -> str:
@@ -341,8 +350,12 @@ def datasets_table() -> str:
     for row in sources.describe():
         counts = (f"{count:,}" if count else "–" for count in (row.train, row.test))
         shape = "×".join(map(str, row.shape)) or "text"
-        lines.append(f"| `{row.name}` | {' | '.join(counts)} | {row.classes} | {shape} | {_cell(row.origin)} |")
+        lines.append(f"| `{row.name}` | {' | '.join(counts)} | {row.classes} | {shape} | {_origin(row.origin)} |")
     return "\n".join(lines)
+
+
+def _origin(address: str) -> str:
+    return f"[{re.sub(r'^https?://(www[.])?', '', address).partition('/')[0]}]({address})"
 
 
 # --- the API ------------------------------------------------------------------------------------------------------

@@ -50,6 +50,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = markdown.replace("<!-- datasets -->", site_pages.datasets_table())
     if page.file.src_path in ("choose-a-method.md", "robustness.md", "regions.md"):
         markdown = _with_method_links(markdown)
+    if page.file.src_path == "index.md":
+        page.meta["hide"] = ["navigation"]
     return markdown
 
 

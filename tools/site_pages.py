@@ -269,7 +269,7 @@ def presets_page() -> str:
         "# Presets",
         "",
         "A preset is a readable file with a paper's settings and numbers. `fedstill reproduce NAME --scale cpu` runs "
-        "it and sets the paper's numbers beside ours; the `cpu` scale says what it reduces so that two cores can do it.",
+        "it and sets the paper's numbers beside ours; the `cpu` scale says what it reduces for two cores.",
         "",
         "```console\nfedstill presets fedkf/table5 --scale cpu                # its runs and settings\n"
         "fedstill reproduce fedkf/table5 --scale cpu --dry-run   # how many runs, and about how long\n```",

@@ -4,7 +4,7 @@ INSTALLED := .venv/installed
 # Of pytest-xdist's schedulers, this one goes on when a test kills its process; tests beside each other stay together.
 PARALLEL := -n 2 --dist worksteal --max-worker-restart 4
 
-.PHONY: install demo test test-fast check fuzz bench dist clean
+.PHONY: install demo test test-fast check docs fuzz bench dist clean
 
 install: $(INSTALLED)
 
@@ -30,6 +30,13 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/docs  # into site/; warnings are errors, nothing is fetched
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+.venv/docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 fuzz: install
 	$(BIN)/python tools/fuzz.py --seconds 600
 
@@ -53,4 +60,4 @@ dist: .venv/dist  # what could be uploaded; the wheel is tried in an environment
 	touch $@
 
 clean:
-	rm -rf .venv .bench build dist *.egg-info src/*.egg-info
+	rm -rf .venv .bench build dist site *.egg-info src/*.egg-info

@@ -1,0 +1,80 @@
+"""tools/factorial.py: the runs that a file asks for, and the table of those that are finished."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import fedstill
+
+TOOLS = Path(__file__).parents[2] / "tools"
+SMALL: dict[str, Any] = {"fraction": 0.05, "model": "mlp", "model_options": {"hidden": [8]}, "clients": 4}
+SMALL |= {"data": f"{TOOLS}/held_out.py:fashion_mini", "participation": 1.0, "rounds": 1, "epochs": 1}
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("factorial", TOOLS / "factorial.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["factorial"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", sorted((TOOLS / "factorials").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_factorial_keeps_the_seeds_that_confirm_and_says_what_it_expects(tool: ModuleType, path: Path) -> None:
+    found = tool.Factorial.model_validate(tomllib.loads(path.read_text()))
+    assert min(found.seeds) >= 100
+    assert found.hypothesis
+    runs = tool.Runs(found, Path("nowhere"), "")
+    assert all(cell.config.data.startswith("tools/held_out.py:") for cell in runs.cells.values())
+    assert runs.markdown().count("0 of") == 1
+
+
+@pytest.mark.slow
+def test_a_factors_effect_is_the_mean_paired_difference_of_its_runs(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "f.toml").write_text(
+        'title = "t"\nhypothesis = "h"\nseeds = [100, 101]\n[settings]\n'
+        + "".join(
+            f"{key} = {str(value).lower() if value is True else repr(value)}\n"
+            for key, value in SMALL.items()
+            if key != "model_options"
+        )
+        + 'model_options = { hidden = [8] }\n[factors]\nlr = [0.1, 0.01]\n[variants]\nFedAvg = { method = "fedavg" }\n'
+    )
+    monkeypatch.setattr(sys, "argv", ["factorial.py", str(tmp_path / "f.toml"), "--out", str(tmp_path / "out")])
+    tool.main()
+    printed = capsys.readouterr().out
+    assert (tmp_path / "out" / "table.md").read_text() == printed[:-1]
+    runs = {
+        (lr, seed): fedstill.run("fedavg", **SMALL, lr=lr, seed=seed, engine="inline").summary["final_accuracy"]
+        for lr in (0.1, 0.01)
+        for seed in (100, 101)
+    }
+    effect = sum(runs[0.01, seed] - runs[0.1, seed] for seed in (100, 101)) / 2
+    assert f"| lr | 0.01 | {100 * effect:+.2f} [" in printed
+    assert "4 of 4 runs" in printed
+
+
+def test_images_are_held_out_of_the_training_images_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("held_out", TOOLS / "held_out.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    before, after = fedstill.load_dataset("fashion-mini"), module.fashion_mini()
+    assert (len(after.train), len(after.test)) == (5000, 1000)
+
+    def pictures(*splits: Any) -> list[bytes]:
+        return sorted(image.numpy().tobytes() for split in splits for image in split.x)
+
+    assert pictures(after.train, after.test) == pictures(before.train)

@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {
     "data": "fashion-mini",
     "model": "lenet5",
     "partition": "dir_fedkf",
-    "alpha": 0.1,
+    "alpha": 0.03,
     "clients": 20,
     "participation": 0.2,
     "rounds": 30,
@@ -47,7 +47,7 @@ COLUMNS = {
     "roughness": ("roughness", "how far accuracy jumps from one round to the next: smaller is smoother"),
 }
 ABOUT = """\
-Twenty clients hold 4,800 images of clothes, most of them of few kinds (alpha 0.1); in each round four of them train.
+Twenty clients hold 4,800 images of clothes, each of them mostly of a few kinds (alpha 0.03); four train in a round.
 fedavg averages their models. fedgkd: the mean of the last global models teaches every client. fedavg+t1: the model is
 the mean of every client's latest, active or not. fedkf: that mean teaches, on images that a generator makes."""
 SEED = """\
@@ -76,7 +76,7 @@ def demo(out: Path, rounds: int | None, *, force: bool) -> None:
     picture, page = out / files.CURVES, out / "report.html"
     records = {row.method: row.cells[0].records() for row in rows}
     curves(
-        records, picture, metrics=["accuracy", "wlp"], title="Where the clients' data differ: fashion-mini, alpha 0.1"
+        records, picture, metrics=["accuracy", "wlp"], title="Where the clients' data differ: fashion-mini, alpha 0.03"
     )
     write_page([out], page, "fedstill demo", "fedavg")
     say(f"\npicture: {picture}\npage: {page}\nall of it: {out}")

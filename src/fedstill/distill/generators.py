@@ -126,21 +126,21 @@ class ConditionalGenerator(nn.Module):
         channels, height, image_width = check_image_shape(shape)
         self.z_dim, self.classes = z_dim, classes
         self.start = (-(-height // 4), -(-image_width // 4))
-        self.half = width // 2
+        self.part = width // 2
         cells = self.start[0] * self.start[1]
-        self.from_noise = nn.Linear(z_dim, self.half * cells)
-        self.from_label = nn.Linear(classes, self.half * cells)
+        self.from_noise = nn.Linear(z_dim, self.part * cells)
+        self.from_label = nn.Linear(classes, self.part * cells)
         self.stages = nn.Sequential(
-            nn.BatchNorm2d(2 * self.half),
+            nn.BatchNorm2d(2 * self.part),
             nn.Upsample(scale_factor=2),
-            nn.Conv2d(2 * self.half, 2 * self.half, 3, padding=1),
-            nn.BatchNorm2d(2 * self.half),
+            nn.Conv2d(2 * self.part, 2 * self.part, 3, padding=1),
+            nn.BatchNorm2d(2 * self.part),
             nn.LeakyReLU(0.2),
             nn.Upsample(size=(height, image_width)),
-            nn.Conv2d(2 * self.half, self.half, 3, padding=1),
-            nn.BatchNorm2d(self.half),
+            nn.Conv2d(2 * self.part, self.part, 3, padding=1),
+            nn.BatchNorm2d(self.part),
             nn.LeakyReLU(0.2),
-            nn.Conv2d(self.half, channels, 3, padding=1),
+            nn.Conv2d(self.part, channels, 3, padding=1),
             nn.Tanh(),
             nn.BatchNorm2d(channels, affine=False),
         )
@@ -148,7 +148,7 @@ class ConditionalGenerator(nn.Module):
     def forward(self, z: Tensor, y: Tensor) -> Tensor:
         """Images as networks see the data: mean 0 and deviation 1 over the batch."""
         parts = [self.from_noise(z), self.from_label(F.one_hot(y, self.classes).to(z.dtype))]
-        grown = torch.cat([part.view(len(z), self.half, *self.start) for part in parts], dim=1)
+        grown = torch.cat([part.view(len(z), self.part, *self.start) for part in parts], dim=1)
         images: Tensor = self.stages(grown)
         return images
 

@@ -134,8 +134,8 @@ class RunDirectory:
         unused = set(replaced) - ({"method"} if settings.get("region") else set())  # regions' tables are read by it
         trust.check(self.path, {name: value for name, value in settings.items() if name not in unused})
         method, given = settings.get("method"), "method" in replaced
-        by_name = isinstance(method, str) and not given and not is_object(method)
-        before = registry.added_settings(method) if by_name else {}
+        named = isinstance(method, str) and not given and not is_object(method)
+        before = registry.added_settings(str(method)) if named else {}
         return resolve({"hyper": before}, settings, custom_method=given)
 
     def records(self) -> list[RoundRecord]:

@@ -166,13 +166,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        listed = f"; fedstill.list_{name}() lists them" if f"list_{name}" in _HOME else ""
-        raise AttributeError(
-            f"module 'fedstill' has no attribute {name!r}{listed}", name=name, obj=sys.modules[__name__]
-        )
-    return getattr(importlib.import_module(_HOME[name]), name)
+if not TYPE_CHECKING:  # type checkers see the imports above, and a name that is not among them
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            listed = f"; fedstill.list_{name}() lists them" if f"list_{name}" in _HOME else ""
+            raise AttributeError(
+                f"module 'fedstill' has no attribute {name!r}{listed}", name=name, obj=sys.modules[__name__]
+            )
+        return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

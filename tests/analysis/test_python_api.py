@@ -190,7 +190,7 @@ def test_a_comparison_has_the_numbers_of_its_runs_in_every_form(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_objects_can_be_compared_and_without_a_folder_nothing_is_kept() -> None:
+def test_objects_can_be_compared_and_without_a_folder_nothing_is_kept(tmp_path: Path) -> None:
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(120, 5, generator=g), torch.arange(120) % 3
     data, net = fedstill.from_arrays(x.numpy(), y.numpy()), torch.nn.Linear(5, 3)
@@ -203,6 +203,11 @@ def test_objects_can_be_compared_and_without_a_folder_nothing_is_kept() -> None:
         ("lr = 0.5", "fedavg"),
         ("", "mine"),
     ]
+    assert "mine" in found.report(tmp_path / "report.html").read_text()
+    found.plot("train_loss", path=tmp_path / "curves.svg", labels={"mine": "Ours"})
+    assert "Ours" in (tmp_path / "curves.svg").read_text()
+    with pytest.raises(fedstill.SettingError, match="no round has 'colour'"):
+        found.plot("colour")
     table = found.frame()
     assert list(overview.frame()["final_accuracy"]) == list(table["final_accuracy"])
     assert list(table["method"]) == ["fedavg", "mine"] * 2
@@ -320,6 +325,9 @@ def test_lists_name_what_there_is_and_partitions_what_they_hold() -> None:
     assert list(wire["way"]) == ["down", "down", "up", "up"]
     assert [row[0] for row in fedstill.list_settings().rows] == list(fedstill.Config.model_fields)
     assert "fedkf/table5" in {row[0] for row in fedstill.list_presets().rows}
+    owned = fedstill.from_arrays(np.zeros((12, 3)), np.arange(12) % 2, client=np.arange(12) // 4)
+    assert fedstill.partition(owned).config.partition == "natural", "as a run has it"
+    assert fedstill.partition((np.zeros((40, 3)), np.arange(40) % 2), clients=2, alpha=9.0).federation.clients == 2
     held = fedstill.partition(clients=5, alpha=0.5, seed=3)
     assert held.frame()["samples"].sum() == held.federation.sizes.sum()
     assert held.to_markdown().count("\n") == 2 + 5
@@ -410,6 +418,15 @@ def test_dir_lists_what_is_public_and_all_of_it_has_documentation() -> None:
     assert [name for name in fedstill.__all__ if not getattr(fedstill, name).__doc__] == []
 
 
+def test_a_name_that_is_not_there_says_what_is() -> None:
+    fedstill.list_methods()  # loads the package of methods
+    with pytest.raises(TypeError, match=r"fedstill.list_methods\(\) lists"):
+        fedstill.methods()  # type: ignore[operator]
+    with pytest.raises(AttributeError, match=r"fedstill.list_settings\(\) lists") as error:
+        fedstill.settings  # type: ignore[attr-defined]  # noqa: B018
+    assert error.value.name == "settings", "by which Python suggests others"
+
+
 def test_the_page_lists_every_public_name_once() -> None:
     page = (ROOT / "docs/api.md").read_text()
     named = re.findall(r"^\| `(\w+)` \|", page, flags=re.M)
@@ -427,13 +444,16 @@ def test_a_users_script_is_checked_by_its_types(tmp_path: Path) -> None:
         "fedstill.run('fedavg', rounds='three')\n"
         "fedstill.Config(buffers='keep')\n"
         "fedstill.compare('fedavg', seeds='many')\n"
+        "fedstill.Callbacks\n"
     )
     (tmp_path / "good.py").write_text(good)
     words = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary"]  # `make check` has filled its cache
     scripts = [tmp_path / "good.py", tmp_path / "wrong.py"]
     done = subprocess.run([*words, *scripts], cwd=ROOT, capture_output=True, text=True, check=False)
     errors = re.findall(r"(\w+)\.py:(\d+): error", done.stdout)
-    assert errors == [("wrong", "2"), ("wrong", "3"), ("wrong", "4"), ("wrong", "5")], done.stdout + done.stderr
+    assert errors == [("wrong", str(line)) for line in range(2, 7)], done.stdout + done.stderr
+        done.stdout + done.stderr
+    )
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.metrics.records import scalars
 from fedstill.metrics.scores import Function
+from fedstill.report import style
 from fedstill.running import files
 from fedstill.running.api import configure
 from fedstill.running.callbacks import Callback, check_callbacks
@@ -115,9 +116,32 @@ class Comparison:
         values = [row for table in self.tables() for row in table.values]
         return Table("", (), values=values).to_csv()
 
-    def plot(self, path: str | Path | None = None) -> Any:
-        """Draw the learning curves: a matplotlib Figure, saved if a path is given."""
-        return draw_comparison(self.rows, Path(path) if path else io.BytesIO(), self.title)
+    def plot(
+        self,
+        *metrics: str,
+        path: str | Path | None = None,
+        width: float | None = None,
+        font_size: float | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> Any:
+        """Draw the learning curves, means over the seeds with a band: a matplotlib Figure.
+
+        Args:
+            metrics: Numbers of the rounds; accuracy and FM if none is named.
+            path: Where to save it: PNG, SVG or PDF.
+            width: In inches.
+            font_size: Of the labels of axes in points; other texts are in proportion.
+            labels: What to write for a method, as {"fedavg": "FedAvg"}.
+        """
+        with style.using(style.Look(width=width, font_size=font_size, labels=labels or {})):
+            return draw_comparison(self.rows, Path(path) if path else io.BytesIO(), self.title, metrics)
+
+    def report(self, path: str | Path = "report.html", title: str = "") -> Path:
+        """Write a page about the runs: results, paired differences, charts, settings; as `fedstill report` does."""
+        from fedstill.analysis.pages import write_page
+
+        write_page([self.path], Path(path), title)
+        return Path(path)
 
     def _repr_html_(self) -> str:
         return "".join(table._repr_html_() for table in self.tables())
@@ -154,9 +178,10 @@ def compare(
         progress: Show how the runs go on; by default in a notebook.
         settings: Those of `fedstill settings` and the methods' own.
 
-    >>> found = compare(["fedavg", "fedprox"], rounds=1, clients=4, epochs=1, fraction=0.05, model="mlp", mu=0.1)
-    >>> [row.method for row in found.rows[0]]
-    ['fedavg', 'fedprox']
+    Examples:
+        >>> found = compare(["fedavg", "fedprox"], rounds=1, clients=4, epochs=1, fraction=0.05, model="mlp", mu=0.1)
+        >>> [row.method for row in found.rows[0]]
+        ['fedavg', 'fedprox']
     """
     if isinstance(methods, str | Method):
         raise SettingError(f"methods is {methods!r:.60}; give a list of them, as ['fedavg', 'fedprox']")

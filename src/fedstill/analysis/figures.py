@@ -72,14 +72,20 @@ def draw_curves(
     seed_curves(round_records(groups), out, metrics=metrics, band=band, title=title or in_common(groups))
 
 
-def draw_comparison(tables: Sequence[Sequence[Row]], out: style.Target, title: str) -> Figure:
+def draw_comparison(
+    tables: Sequence[Sequence[Row]], out: style.Target, title: str, metrics: Sequence[str] = ()
+) -> Figure:
     """Curves of a comparison: a panel for each combination of the swept settings."""
     places = {
         rows[0].place: {row.method: [cell.records() for cell in row.cells] for row in rows if not row.variant}
         for rows in tables
     }
     records = [record for groups in places.values() for runs in groups.values() for run in runs for record in run]
-    return swept_curves(places, out, metrics=curve_metrics(records)[: 2 if len(tables) == 1 else 1], title=title)
+    for name in metrics:
+        if all(value_of(record, name) is None for record in records):
+            raise SettingError(f"plot: no round has {name!r}; rounds() shows the names of all numbers")
+    shown = metrics or curve_metrics(records)[: 2 if len(tables) == 1 else 1]
+    return swept_curves(places, out, metrics=shown, title=title)
 
 
 def distance_records(runs: Mapping[str, Sequence[Path]]) -> dict[str, list[list[dict[str, float]]]]:

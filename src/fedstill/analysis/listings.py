@@ -21,6 +21,7 @@ from fedstill.data.federation import Federation
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.report import bubbles
+from fedstill.running.api import configure
 from fedstill.studies import presets as known_presets
 
 _SHOWN = 100  # clients in a table of a partition
@@ -31,8 +32,9 @@ _EXAMPLE = {"clients": 20, "participation": 1.0, "partition": "iid", "pool": 0.1
 def list_methods(name: str | None = None, **settings: Any) -> Table:
     """The methods, a line each; or of one, the parts that cross the wire, in bytes for the data and model chosen.
 
-    >>> list_methods().rows[1][0]
-    'fedprox'
+    Examples:
+        >>> list_methods().rows[1][0]
+        'fedprox'
     """
     if name is None:
         shown = Table(
@@ -98,8 +100,9 @@ def method_settings(name: str) -> Table:
 def list_settings(name: str | None = None) -> Table:
     """Every setting of a run, or one: meaning, default and bounds.
 
-    >>> list_settings("epochs").rows[0][:3]
-    ('epochs', '5', 'at least 1')
+    Examples:
+        >>> list_settings("epochs").rows[0][:3]
+        ('epochs', '5', 'at least 1')
     """
     if name is not None and name not in Config.model_fields:
         raise unknown_setting(name, Config.model_fields)
@@ -151,12 +154,15 @@ class Partition:
         return self.table().frame()
 
     def to_markdown(self) -> str:
+        """The table in Markdown."""
         return self.table().to_markdown()
 
     def to_latex(self) -> str:
+        r"""The table in LaTeX, for \usepackage{booktabs}."""
         return self.table().to_latex()
 
     def to_csv(self) -> str:
+        """What `frame` has, as CSV."""
         return self.table().to_csv()
 
     def plot(self, path: str | Path | None = None) -> Any:
@@ -167,18 +173,18 @@ class Partition:
         return self.table()._repr_html_()
 
 
-def partition(data: str | Dataset = "fashion-mini", **settings: Unpack[Settings]) -> Partition:
-    """The data partition that a run with these settings has.
+def partition(data: Any = "fashion-mini", **settings: Unpack[Settings]) -> Partition:
+    """The data partition that a run with these settings has; `data` are as in `run`.
 
-    >>> partition(clients=4, alpha=0.5)
-    <fedstill.Partition of fashion-mini: dirichlet, 4 clients>
+    Examples:
+        >>> partition(clients=4, alpha=0.5)
+        <fedstill.Partition of fashion-mini: dirichlet, 4 clients>
     """
-    named = data if isinstance(data, str) else f"<{type(data).__name__}>"
-    config = resolve(dict(settings), {"data": named}, custom_method=False)
-    return partition_of(config, data if isinstance(data, Dataset) else None)
+    config, own = configure("fedavg", {"data": data}, dict(settings))
+    return partition_of(config, own.get("data"))
 
 
-def partition_of(config: Config, data: Dataset | None = None) -> Partition:
+def partition_of(config: Config, data: Dataset | Federation | None = None) -> Partition:
     if config.hyper:
         raise SettingError(f"{next(iter(config.hyper))} is a setting of a method, and a partition has none")
     return Partition(divide(config, load_data(config) if data is None else data), config)

@@ -45,12 +45,15 @@ class Reproduction:
         return frame([row for each in self.tables() for row in each.values])
 
     def to_markdown(self) -> str:
+        """The tables in Markdown, each with what it shows and what was reduced."""
         return "\n".join(markdown(plan, numbers, self.seeds) for plan, numbers in self.parts)
 
     def to_latex(self) -> str:
+        r"""The tables in LaTeX, for \usepackage{booktabs}."""
         return "\n".join(f"% {each.title}\n{each.to_latex()}" for each in self.tables())
 
     def to_csv(self) -> str:
+        """What `frame` has, as CSV."""
         return Table("", (), values=[row for each in self.tables() for row in each.values]).to_csv()
 
     def _repr_html_(self) -> str:
@@ -68,7 +71,18 @@ def reproduce(
     device: str | None = None,
     progress: bool | None = None,
 ) -> Reproduction:
-    """Run a paper's table or figure again; finished runs in `out` are used again. `fedstill.presets()` lists them."""
+    """Run a paper's table or figure again. `list_presets()` lists those that there are.
+
+    Args:
+        name: Such as "fedkf/table5".
+        scale: "paper", or "cpu": what two cores can do.
+        seeds: How many, from 0 on.
+        out: A folder for the runs, in which finished ones are used again, also by other presets.
+        jobs: Runs at a time; 0 is one a core.
+        data_dir: Where dataset files are; by default $FEDSTILL_DATA.
+        device: Where it trains: "cpu", "cuda" and so on.
+        progress: Show how the runs go on; by default in a notebook.
+    """
     given: dict[str, Any] = {key: value for key, value in (("data_dir", data_dir), ("device", device)) if value}
     found = plans(name, checked(scale), seeds, Path(out) / "cells", **given)
     cells = cells_of(found)
@@ -96,10 +110,16 @@ SCALES: tuple[Scale, ...] = get_args(Scale)
 
 
 def checked(scale: str) -> Scale:
+<<<<<<< HEAD
     for known in SCALES:
         if scale == known:
             return known
     raise SettingError(f"--scale {scale}: it is paper, near or cpu")
+=======
+    if scale not in get_args(Scale):
+        raise SettingError(f"scale {scale}: it is paper or cpu")
+    return "cpu" if scale == "cpu" else "paper"
+>>>>>>> api
 
 
 def table(plan: Plan, numbers: Sequence[Entry], seeds: int) -> Table:

@@ -124,7 +124,7 @@ def show(directories: list[Path], plot: Path | None, as_: Format) -> None:
             found = read_comparison(directory)
             print_tables(found.overview(costs=as_ == "table"), as_)
             if plot:
-                found.plot(plot)
+                found.plot(path=plot)
             continue
         directory_ = RunDirectory.open(directory, lock=False)
         name = directory.resolve().name

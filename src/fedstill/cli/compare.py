@@ -62,6 +62,6 @@ def compare(
         raise Halted(error, folder, again) from error
     print_tables(found.overview(costs=as_ == "table"), as_)
     picture = folder / files.CURVES
-    found.plot(picture)
+    found.plot(path=picture)
     if as_ == "table":
         say(f"curves: {picture}\nall of it: {folder}")

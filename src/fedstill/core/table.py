@@ -25,13 +25,15 @@ _LATEX = {
 class Table:
     """A table; the first column names the rows. A row may be shorter than the columns.
 
-    >>> table = Table("Results", ("", "accuracy"), rows=[("fedavg", "81.20 %"), ("fedprox", "82.00 %")], best={(1, 1)})
-    >>> print(table.to_markdown())
-    |  | accuracy |
-    |---|---:|
-    | fedavg | 81.20 % |
-    | fedprox | **82.00 %** |
-    <BLANKLINE>
+    Examples:
+        >>> rows = [("fedavg", "81.20 %"), ("fedprox", "82.00 %")]
+        >>> table = Table("Results", ("", "accuracy"), rows=rows, best={(1, 1)})
+        >>> print(table.to_markdown())
+        |  | accuracy |
+        |---|---:|
+        | fedavg | 81.20 % |
+        | fedprox | **82.00 %** |
+        <BLANKLINE>
     """
 
     title: str

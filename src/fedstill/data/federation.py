@@ -191,9 +191,10 @@ def from_clients(
 
     `pool` is the server dataset.
 
-    >>> x, y = np.zeros((10, 4), np.float32), np.arange(10) % 2
-    >>> from_clients([(x, y), (x[:5], y[:5])]).sizes.tolist()
-    [8, 4]
+    Examples:
+        >>> x, y = np.zeros((10, 4), np.float32), np.arange(10) % 2
+        >>> from_clients([(x, y), (x[:5], y[:5])]).sizes.tolist()
+        [8, 4]
     """
     if not clients:
         raise DataError("there are no clients; give a (samples, labels) pair for each")

@@ -48,6 +48,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
+        """How many bytes it has."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 

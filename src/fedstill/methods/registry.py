@@ -255,8 +255,9 @@ def compose(*parts: str | Method, **settings: Any) -> Method:
         parts: A client side first, if there is one; then server sides and modifiers, in their order.
         settings: Those of the parts that are given by name.
 
-    >>> compose("fedprox", "t1", mu=0.1).parts()[0]
-    FedProx(mu=0.1)
+    Examples:
+        >>> compose("fedprox", "t1", mu=0.1).parts()[0]
+        FedProx(mu=0.1)
     """
     refuse_others(parts)
     words: list[str | Method] = [

@@ -65,17 +65,25 @@ def run(
 ) -> Result:
     """Train a federation.
 
-    `method` is a name, an object, or a `Config` with all settings. `data` and `model` are names or objects of your own:
-    data a fedstill.Dataset or Federation, (x, y) of arrays, or a dataset of PyTorch's or Hugging Face's. Without them
-    it is "fashion-mini" and LeNet-5, on rows of numbers a multilayer perceptron, on text a small Transformer, trained
-    by Adam. `settings` are those of `fedstill settings` and the method's own, which may also stand in `hyper`. Without
-    `out` nothing is kept on disk. `metrics` are names (docs/metrics.md) or functions of your own, which get labels (N,)
-    and class probabilities (N, classes) and return a number, the larger the better. `progress` shows how the run goes
-    on; by default it does in a notebook.
+    Args:
+        method: A name, an object, or a `Config` with all settings. Keywords win over what an object or `Config` has.
+        data: A name or path, a Dataset or Federation, (x, y) of arrays, or a dataset of PyTorch's or Hugging Face's.
+            By default "fashion-mini".
+        model: A name or a network of your own. By default LeNet-5, on rows of numbers a multilayer perceptron, on
+            text a small Transformer, trained by Adam.
+        proxy: Samples without labels on the server, for methods that need them: as `data`, or "pool".
+        metrics: Names (docs/metrics.md) or functions of your own, which get labels (N,) and class probabilities
+            (N, classes) and return a number, the larger the better.
+        out: The run directory; without it nothing is kept on disk.
+        force: Replace a run directory that is there.
+        callbacks: They hear how the run goes on, and may stop it.
+        progress: Show how the run goes on; by default in a notebook.
+        settings: Those of `fedstill settings` and the method's own, which may also stand in `hyper`.
 
-    >>> result = run("fedprox", rounds=1, clients=4, epochs=1, mu=0.1, fraction=0.05, engine="inline")
-    >>> result.summary["rounds"]
-    1
+    Examples:
+        >>> result = run("fedprox", rounds=1, clients=4, epochs=1, mu=0.1, fraction=0.05, engine="inline")
+        >>> result.summary["rounds"]
+        1
     """
     data = None if data is NOT_GIVEN else as_data(data)  # a loader that returns None is a mistake, not the default
     config, own = configure(method, {"data": data, "model": model, "proxy": proxy, "metrics": metrics}, dict(settings))
@@ -179,9 +187,16 @@ def resume(
     callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
 ) -> Result:
-    """Continue a run where it stopped, or with more `rounds` after it ended, on another `device` if one is named.
+    """Continue a run where it stopped, or go on after it ended.
 
-    Objects must be given again, and callbacks, which go on from their own state.
+    What the run was given as objects (`method`, `data`, `model`, `proxy`, `metrics`) is given again, and so are
+    callbacks, which go on from their own state.
+
+    Args:
+        path: The run directory.
+        rounds: The last round, if it is to be another.
+        device: Where it goes on, if that is to be elsewhere.
+        progress: Show how the run goes on; by default in a notebook.
     """
     given: dict[str, Any] = {
         "method": method,

@@ -31,7 +31,13 @@ class CallbackError(FedstillError):
 
 
 class RunView:
-    """A run as callbacks see it. What it gives is to be read, not changed."""
+    """A run as callbacks see it. What it gives is to be read, not changed.
+
+    Attributes:
+        path: The run directory; a temporary one if the run was given no `out`.
+        round: The round under way, or the last one done.
+        stopped_by: The callback that ended the run before its last round.
+    """
 
     def __init__(
         self,
@@ -43,9 +49,7 @@ class RunView:
     ) -> None:
         self._setup, self._records, self._weights, self._network = setup, records, weights, network
         self._seen: list[RoundRecord] = []  # the records as callbacks see them
-        self.path = path  # the run directory; a temporary one if the run was given no `out`
-        self.round = 0  # the round under way, or the last one done
-        self.stopped_by = ""  # the callback that ended the run before its last round
+        self.path, self.round, self.stopped_by = path, 0, ""
         self.logged: dict[str, float | None] = {}  # for the record of the round under way
         self.chosen: tuple[int, Tensor] | None = None  # what `restore` was given
 
@@ -74,6 +78,7 @@ class RunView:
 
     @property
     def method(self) -> Method:
+        """The method that is run."""
         return self._setup.method
 
     @property
@@ -110,15 +115,16 @@ class Callback:
     With `state_dict` and `load_state_dict` a callback is part of every checkpoint, and a run that was killed goes on
     with it exactly. An error of a callback stops the run at the end of the round, which is kept.
 
-    >>> class Patience(Callback):
-    ...     def on_round_end(self, run, record):
-    ...         run.log("gap", record["train_loss"] - (record["loss"] or 0))
-    ...         return record["accuracy"] is not None and record["accuracy"] > 0.2  # True stops the run
-    >>> import fedstill
-    >>> small = {"clients": 4, "epochs": 1, "fraction": 0.05, "engine": "inline"}
-    >>> result = fedstill.run("fedavg", rounds=30, **small, callbacks=[Patience()])
-    >>> result.summary["stopped_by"]
-    'Patience'
+    Examples:
+        >>> class Patience(Callback):
+        ...     def on_round_end(self, run, record):
+        ...         run.log("gap", record["train_loss"] - (record["loss"] or 0))
+        ...         return record["accuracy"] is not None and record["accuracy"] > 0.2  # True stops the run
+        >>> import fedstill
+        >>> small = {"clients": 4, "epochs": 1, "fraction": 0.05, "engine": "inline"}
+        >>> result = fedstill.run("fedavg", rounds=30, **small, callbacks=[Patience()])
+        >>> result.summary["stopped_by"]
+        'Patience'
     """
 
     def on_run_start(self, run: RunView) -> None:

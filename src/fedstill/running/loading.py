@@ -51,11 +51,12 @@ def load(
     a number or name, gives the model that a client keeps for itself. A network of your own (or a method of your own
     that changes the network) is given again: an object, or `file.py:function`.
 
-    >>> import fedstill, tempfile
-    >>> out = tempfile.mkdtemp() + "/run"
-    >>> _ = fedstill.run("fedavg", clients=4, rounds=1, epochs=1, fraction=0.05, engine="inline", out=out)
-    >>> load(out)
-    <Predictor: lenet5 by fedavg; image 1x32x32 -> 10 classes>
+    Examples:
+        >>> import fedstill, tempfile
+        >>> out = tempfile.mkdtemp() + "/run"
+        >>> _ = fedstill.run("fedavg", clients=4, rounds=1, epochs=1, fraction=0.05, engine="inline", out=out)
+        >>> load(out)
+        <Predictor: lenet5 by fedavg; image 1x32x32 -> 10 classes>
     """
     place = home_path(path)
     if place.is_file():

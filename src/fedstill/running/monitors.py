@@ -81,11 +81,12 @@ class EarlyStopping(_Best):
     `restore_best` the run's model is that of the best round. "accuracy" and "loss" are measured on the test set: who
     stops by them and reports them reports too much.
 
-    >>> import fedstill
-    >>> small = {"clients": 4, "epochs": 1, "fraction": 0.05, "engine": "inline"}
-    >>> stop = EarlyStopping("train_loss", patience=1, min_delta=10)
-    >>> fedstill.run("fedavg", rounds=9, **small, callbacks=[stop]).summary["rounds"]
-    2
+    Examples:
+        >>> import fedstill
+        >>> small = {"clients": 4, "epochs": 1, "fraction": 0.05, "engine": "inline"}
+        >>> stop = EarlyStopping("train_loss", patience=1, min_delta=10)
+        >>> fedstill.run("fedavg", rounds=9, **small, callbacks=[stop]).summary["rounds"]
+        2
     """
 
     def __init__(

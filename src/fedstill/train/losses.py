@@ -12,8 +12,9 @@ from torch.nn import functional as F
 def kl(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
     """Mean over the batch of KL(softmax(teacher/T) || softmax(student/T)), from logits.
 
-    >>> kl(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 0.0]])).item()
-    0.0
+    Examples:
+        >>> kl(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 0.0]])).item()
+        0.0
     """
     target = F.log_softmax(teacher / temperature, dim=1)
     return F.kl_div(F.log_softmax(student / temperature, dim=1), target, reduction="batchmean", log_target=True)

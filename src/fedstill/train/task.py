@@ -38,6 +38,7 @@ class LocalTraining:
     class_weight: tuple[float, ...] = ()  # how much a sample of each class counts in the cross-entropy; empty: alike
 
     def lr_at(self, round_: int) -> float:
+        """The learning rate of a round."""
         return self.lr * self.lr_decay ** (round_ - 1)
 
     def drawn(self, n: int) -> int:
@@ -108,6 +109,7 @@ class Task:
 
     @property
     def classes(self) -> int:
+        """How many classes there are."""
         return len(self.dataset.classes)
 
     @property

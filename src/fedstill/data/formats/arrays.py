@@ -45,9 +45,10 @@ def from_arrays(
 
     Rows of numbers are features, used as they are; with `tokens` they are the numbers of tokens, for networks of text.
 
-    >>> data = from_arrays(np.zeros((10, 8, 8), np.uint8), np.arange(10) % 2)
-    >>> len(data.train), len(data.test), tuple(data.shape)
-    (8, 2, (1, 8, 8))
+    Examples:
+        >>> data = from_arrays(np.zeros((10, 8, 8), np.uint8), np.arange(10) % 2)
+        >>> len(data.train), len(data.test), tuple(data.shape)
+        (8, 2, (1, 8, 8))
     """
     given = {"x": x, "y": y, "x_test": x_test, "y_test": y_test, "client": client, "client_test": client_test}
     arrays = {key: as_array(value) for key, value in given.items() if value is not None}

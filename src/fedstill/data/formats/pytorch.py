@@ -27,9 +27,10 @@ def from_torch(
     Every sample is read once, through the dataset's own transforms: random ones belong into the setting `augment`. The
     names of the classes are the dataset's `classes`, if it has any.
 
-    >>> pairs = torch.utils.data.TensorDataset(torch.randn(10, 3), torch.arange(10) % 2)
-    >>> tuple(from_torch(pairs).shape)
-    (3,)
+    Examples:
+        >>> pairs = torch.utils.data.TensorDataset(torch.randn(10, 3), torch.arange(10) % 2)
+        >>> tuple(from_torch(pairs).shape)
+        (3,)
     """
     parts = [_read(part, name) for part in (dataset, test) if part is not None]
     original = ""

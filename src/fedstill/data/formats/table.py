@@ -79,10 +79,11 @@ def from_frame(
     missing. `split` names a column of "train" and "test"; without it a fifth is held out. Whole numbers that stand
     for categories are named in `categorical`, columns to leave out in `drop`.
 
-    >>> table = {"age": [50, 61, 58, 70, 44], "sex": list("fmfmf"), "ill": ["no", "yes", "yes", "yes", "no"]}
-    >>> data = from_frame(table, target="ill")
-    >>> data.classes, tuple(data.shape), data.input_shape
-    (('no', 'yes'), (2,), (3,))
+    Examples:
+        >>> table = {"age": [50, 61, 58, 70, 44], "sex": list("fmfmf"), "ill": ["no", "yes", "yes", "yes", "no"]}
+        >>> data = from_frame(table, target="ill")
+        >>> data.classes, tuple(data.shape), data.input_shape
+        (('no', 'yes'), (2,), (3,))
     """
     settings = TableSettings(  # pandas may number its columns
         *(str(target), str(client), str(split), tuple(map(str, categorical)), tuple(map(str, drop)))

@@ -110,16 +110,10 @@ SCALES: tuple[Scale, ...] = get_args(Scale)
 
 
 def checked(scale: str) -> Scale:
-<<<<<<< HEAD
     for known in SCALES:
         if scale == known:
             return known
-    raise SettingError(f"--scale {scale}: it is paper, near or cpu")
-=======
-    if scale not in get_args(Scale):
-        raise SettingError(f"scale {scale}: it is paper or cpu")
-    return "cpu" if scale == "cpu" else "paper"
->>>>>>> api
+    raise SettingError(f"scale {scale}: it is paper, near or cpu")
 
 
 def table(plan: Plan, numbers: Sequence[Entry], seeds: int) -> Table:

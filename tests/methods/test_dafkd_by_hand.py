@@ -114,8 +114,9 @@ def dafkd_client(run: Play, k: int, crossed: Round, head: Tensor) -> tuple[Class
         real, fake = judge(x[ids]), judge(negatives)
         l_adv = -(real.log().sum() + (1 - fake).log().sum()) / (2 * len(ids))  # Eq. 2
         if method.penalty:
+            others = fakes(run, generator, max(2, len(ids)), noise)[: len(ids)]
             share = torch.rand(len(ids), 1, 1, 1, generator=noise)
-            between = share * x[ids] + (1 - share) * fakes(run, generator, max(2, len(ids)), noise)[: len(ids)]
+            between = share * x[ids] + (1 - share) * others
             l_adv = l_adv + method.penalty * sum(steepness(judge, each) for each in between) / len(ids)
         trained = [*net.parameters(), *judge.parameters()]
         grads = torch.autograd.grad(F.cross_entropy(net(x[ids]), y[ids]) + l_adv, trained, allow_unused=True)

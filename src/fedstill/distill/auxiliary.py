@@ -94,13 +94,15 @@ class Discriminator(nn.Module):
         return logit.squeeze(1)
 
 
-def gradient_penalty(judge: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The mean of (|grad D(x_i)| - 1)^2, where the norm is over all numbers of a sample.
+def gradient_penalty(judge: Callable[[Tensor], Tensor], real: Tensor, fake: Tensor, noise: torch.Generator) -> Tensor:
+    """The mean of (|grad D(x_i)| - 1)^2 at places between real and generated samples; the norm is a sample's own.
 
-    >>> gradient_penalty(lambda x: 3 * x[:, 0] + 4 * x[:, 1], torch.ones(2, 2)).item()
+    >>> x = torch.ones(2, 2)
+    >>> gradient_penalty(lambda x: 3 * x[:, 0] + 4 * x[:, 1], x, x, torch.Generator()).item()
     16.0
     """
-    x = x.detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(judge(x).sum(), x, create_graph=True)
+    share = torch.rand(len(real), *[1] * (real.dim() - 1), generator=noise)
+    between = (share * real + (1 - share) * fake).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(judge(between).sum(), between, create_graph=True)
     norms: Tensor = gradient.flatten(1).square().sum(1).sqrt()
     return (norms - 1).square().mean()

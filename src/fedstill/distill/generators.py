@@ -109,12 +109,6 @@ class ShrinkingGenerator(nn.Module):
         return images
 
 
-def unconditional_generator(shape: Sequence[int], z_dim: int) -> nn.Module:
-    """DaFKD's generator for this shape."""
-    _, height, width = check_image_shape(shape)
-    return (ShrinkingGenerator if height % 16 or width % 16 else TransposedGenerator)(shape, z_dim)
-
-
 class ConditionalGenerator(nn.Module):
     """Noise and a label to an image, as in FedFTG, standardised like the data.
 
@@ -161,6 +155,17 @@ def dcgan_init(layer: nn.Module) -> None:
         weight.normal_(1.0 if isinstance(layer, nn.modules.batchnorm._BatchNorm) else 0.0, 0.02)
     if isinstance(bias, Tensor):
         bias.zero_()
+
+
+def image_generator(shape: Sequence[int], z_dim: int, classes: int = 0, as_dcgan: bool = False) -> nn.Module:
+    """DaFKD's generator for this shape: of noise alone, or of noise and one of so many classes."""
+    _, height, width = check_image_shape(shape)
+    net: nn.Module
+    if classes:
+        net = ConditionalGenerator(shape, classes, z_dim)
+    else:
+        net = (ShrinkingGenerator if height % 16 or width % 16 else TransposedGenerator)(shape, z_dim)
+    return net.apply(dcgan_init) if as_dcgan else net
 
 
 class FeatureGenerator(nn.Module):

@@ -17,7 +17,7 @@ from fedstill.core.tree import Message
 from fedstill.core.weights import FlatNet
 from fedstill.distill.auxiliary import Auxiliary, Discriminator, Generator, gradient_penalty
 from fedstill.distill.ensemble import normalised
-from fedstill.distill.generators import ConditionalGenerator, check_image_shape, dcgan_init, unconditional_generator
+from fedstill.distill.generators import check_image_shape, image_generator
 from fedstill.distill.stage import match_probabilities, mean_logits, mean_probabilities
 from fedstill.methods.base import Needs, Part, Server, Uplink, Wire
 from fedstill.methods.kinds import Kind
@@ -145,20 +145,17 @@ class DaFKD(Distilling):
                 logit = judge.head(torch.cat([out.features, out.extra.features])).squeeze(1)
             real = (torch.arange(len(logit)) < len(batch.y)).float()
             adversarial = F.binary_cross_entropy_with_logits(logit, real)
-            return adversarial + self.penalty * steepness(batch) if self.penalty else adversarial
+            if not self.penalty:
+                return adversarial
+            with torch.no_grad():
+                fake = generator.draw(max(2, len(batch.y)), noise)[: len(batch.y)]
+            return adversarial + self.penalty * gradient_penalty(lambda x: judged(x).sigmoid(), batch.x, fake, noise)
 
         def judged(samples: Tensor) -> Tensor:
             """The logits of samples that leave no trace in any statistics."""
             with frozen_statistics(judge.trunk or client.net):
                 logit: Tensor = judge(samples, None if judge.trunk else client.net.features(samples))
                 return logit
-
-        def steepness(batch: Batch) -> Tensor:
-            """How far from 1 the gradient of D is between real and generated samples: mean of (|grad D(x)| - 1)^2."""
-            share = torch.rand(len(batch.y), 1, 1, 1, generator=noise)
-            with torch.no_grad():
-                between = share * batch.x + (1 - share) * generator.draw(max(2, len(batch.y)), noise)[: len(batch.y)]
-            return gradient_penalty(lambda x: judged(x).sigmoid(), between)
 
         def after(batch: Batch) -> None:  # the generator ascends Eq. 3, in its non-saturating form
             nonlocal step
@@ -186,10 +183,8 @@ class DaFKD(Distilling):
 
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         task, old_generator = server.task, server.state["generator"]
-        counts = (1 if self.uniform else up.samples for up in uplinks)
-        server.state["generator"] = weighted_mean(
-            zip((up["generator"] for up in uplinks), counts, strict=True)
-        )  # Eq. 4
+        by_samples = ((up["generator"], 1 if self.uniform else up.samples) for up in uplinks)
+        server.state["generator"] = weighted_mean(by_samples)  # Eq. 4
         if server.round == 1 or self.variant == "no-distill" or self.server_epochs == 0:
             return
         if self.private:
@@ -232,11 +227,7 @@ class DaFKD(Distilling):
         shape = task.dataset.shape
 
         def make() -> nn.Module:
-            if self.conditional:
-                net: nn.Module = ConditionalGenerator(shape, task.classes, self.z_dim)
-            else:
-                net = unconditional_generator(shape, self.z_dim)
-            return net.apply(dcgan_init) if self.dcgan_init else net
+            return image_generator(shape, self.z_dim, task.classes if self.conditional else 0, self.dcgan_init)
 
         role = f"dafkd generator {self.z_dim} {self.conditional} {self.dcgan_init}"
         return Generator(task, role, "generator", make, self.z_dim, self.conditional)

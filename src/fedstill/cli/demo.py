@@ -76,7 +76,7 @@ def demo(out: Path, rounds: int | None, *, force: bool) -> None:
     picture, page = out / files.CURVES, out / "report.html"
     records = {row.method: row.cells[0].records() for row in rows}
     curves(
-        records, picture, metrics=["accuracy", "wlp"], title="Where the clients' data differ: fashion-mini, alpha 0.03"
+        records, picture, metrics=["accuracy", "fm"], title="Where the clients' data differ: fashion-mini, alpha 0.03"
     )
     write_page([out], page, "fedstill demo", "fedavg")
     say(f"\npicture: {picture}\npage: {page}\nall of it: {out}")

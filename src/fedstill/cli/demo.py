@@ -19,7 +19,7 @@ from fedstill.studies import presets
 from fedstill.studies.comparison import Row
 from fedstill.studies.reproduce import number
 
-# How these were chosen, without a look at a test image: docs/demo.md.
+# How these were chosen: docs/demo.md.
 SETTINGS: dict[str, Any] = {
     "data": "fashion-mini",
     "model": "lenet5",
@@ -52,7 +52,7 @@ fedavg averages their models. fedgkd: the mean of the last global models teaches
 the mean of every client's latest, active or not. fedkf: that mean teaches, on images that a generator makes."""
 SEED = """\
 One seed, for speed: small differences are chance. Five, with intervals: fedstill compare METHODS --seeds 5.
-The settings were chosen on other seeds, and on training images that were held out (docs/demo.md)."""
+Learning rate and gamma were chosen on other seeds, with training images that were held out: docs/demo.md."""
 
 
 def demo(out: Path, rounds: int | None, *, force: bool) -> None:
@@ -76,7 +76,7 @@ def demo(out: Path, rounds: int | None, *, force: bool) -> None:
     picture, page = out / files.CURVES, out / "report.html"
     records = {row.method: row.cells[0].records() for row in rows}
     curves(
-        records, picture, metrics=["accuracy", "wlp"], title="Where the clients' data differ: fashion-mini, alpha 0.03"
+        records, picture, metrics=["accuracy", "fm"], title="Where the clients' data differ: fashion-mini, alpha 0.03"
     )
     write_page([out], page, "fedstill demo", "fedavg")
     say(f"\npicture: {picture}\npage: {page}\nall of it: {out}")

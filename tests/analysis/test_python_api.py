@@ -452,8 +452,6 @@ def test_a_users_script_is_checked_by_its_types(tmp_path: Path) -> None:
     done = subprocess.run([*words, *scripts], cwd=ROOT, capture_output=True, text=True, check=False)
     errors = re.findall(r"(\w+)\.py:(\d+): error", done.stdout)
     assert errors == [("wrong", str(line)) for line in range(2, 7)], done.stdout + done.stderr
-        done.stdout + done.stderr
-    )
 
 
 @pytest.mark.slow

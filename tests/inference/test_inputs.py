@@ -255,3 +255,27 @@ def test_texts_are_predicted_from_the_column_that_is_named(tmp_path: Path) -> No
     assert fedstill(*words, "--text-column", "review").code == 0
     found = [row["predicted"] for row in table_of(tmp_path / "p.csv")]
     assert found == library.load(tmp_path / "run").predict(texts).tolist()
+
+
+@pytest.mark.slow
+def test_a_run_is_tested_on_the_rows_it_held_out_and_told_when_they_are_those_it_trained_on(tmp_path: Path) -> None:
+    ages = np.random.default_rng(0).integers(200, 800, 200).tolist()  # in tenths
+    rows = [
+        f"{a // 10},{a % 10};{'yes' if a > 500 else 'no'};{'train' if i % 4 else 'test'}" for i, a in enumerate(ages)
+    ]
+    (tmp_path / "t.csv").write_text("\n".join(["age;ill;part", *rows]))
+    settings: dict[str, Any] = {
+        "data": str(tmp_path / "t.csv"),
+        "target": "ill",
+        "clients": 2,
+        "rounds": 1,
+        "engine": "inline",
+    }
+    result = library.run("fedavg", **settings, split_column="part", out=tmp_path / "run")
+    found = fedstill("evaluate", tmp_path / "run", "--data", tmp_path / "t.csv", "--json")
+    assert json.loads(found.out)["accuracy"] == pytest.approx(result.records[-1]["accuracy"], abs=1e-9)
+    assert found.err == ""
+    library.run("fedavg", **settings, drop_columns=["part"], out=tmp_path / "other")
+    told = fedstill("evaluate", tmp_path / "other", "--data", tmp_path / "t.csv", "--json")
+    assert json.loads(told.out)["samples"] == 200
+    assert told.err.startswith("the run trained on most of these")

@@ -169,13 +169,15 @@ def _loaded(directory: Path, which: str | None, client: str | None, model: str |
 
 
 def _trained_on(directory: Path, data: Path) -> bool:
-    """Whether these are the data of the run itself."""
+    """Whether these are the data that the run itself trained on; a server's only test."""
     from fedstill.building.config import read_toml
     from fedstill.core.files import home_path
     from fedstill.running import files
 
     config = directory / files.CONFIG
-    return config.is_file() and home_path(str(read_toml(config).get("data", ""))).resolve() == data.resolve()
+    if not config.is_file() or (directory / files.SERVED).is_file():
+        return False
+    return home_path(str(read_toml(config).get("data", ""))).resolve() == data.resolve()
 
 
 def _predicted(predictor: Predictor, inputs: RawInputs, what: str, *, quiet: bool = False) -> Any:

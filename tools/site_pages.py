@@ -93,7 +93,7 @@ def methods_index() -> str:
         for name in (name for name in _names() if kind(name) == group):
             cls = registry.find_part(name)
             link = f"[`{_written(name)}`]({name}.md)"
-            lines.append(f"| {link} | {_first_line(cls)} | {listings.needs_of(cls())} | {cls.paper} |")
+            lines.append(f"| {link} | {_cell(_first_line(cls))} | {listings.needs_of(cls())} | {cls.paper} |")
     return "\n".join([*lines, "", NOTATION])
 
 

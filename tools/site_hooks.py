@@ -24,10 +24,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         "custom_fences": [{"name": "math", "class": "math", "format": _math_fence}]
     }
     assert config.nav
+    listed = str(config.nav)
+    others = [path.name for path in sorted((ROOT / "docs").glob("*.md")) if f"'{path.name}'" not in listed]
+    more = {"Guides": others, "Methods": site_pages.methods_nav(), "Reference": site_pages.reference_nav()}
     for entry in config.nav:
-        for key, more in (("Methods", site_pages.methods_nav()), ("Reference", site_pages.reference_nav())):
-            if key in entry:
-                entry[key] += more
+        for key in more.keys() & entry.keys():
+            entry[key] += more[key]
     return config
 
 

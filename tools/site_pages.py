@@ -21,6 +21,7 @@ from fedstill.building.data import dataset_in, load_data
 from fedstill.building.schema import Config, bounds
 from fedstill.cli.claims import difference, seeds_for
 from fedstill.cli.main import app
+from fedstill.core.errors import SettingError
 from fedstill.data import sources
 from fedstill.methods import registry
 from fedstill.methods.base import Method
@@ -92,7 +93,7 @@ def methods_index() -> str:
         for name in (name for name in _names() if kind(name) == group):
             cls = registry.find_part(name)
             link = f"[`{_written(name)}`]({name}.md)"
-            lines.append(f"| {link} | {_first_line(cls)} | {listings.needs_of(cls())} | {cls.paper} |")
+            lines.append(f"| {link} | {_cell(_first_line(cls))} | {listings.needs_of(cls())} | {cls.paper} |")
     return "\n".join([*lines, "", NOTATION])
 
 
@@ -149,18 +150,30 @@ def _as_console(run: str, method: Method) -> str:
 
 def _facts(name: str, cls: type[Method]) -> list[tuple[str, str]]:
     group = kind(name)
-    follows = {
-        "Client sides": f"comes first; server sides and modifiers follow it: `{name}+feddf+t1`",
-        "Server sides": f"alone, or after a client side: `fedprox+{name}`",
-        "Modifiers": f"after any method: `fedprox+{name}`",
-        "Robust rules": f"last, after any method whose parts it can protect: `fedprox+{name}`",
+    place = {
+        "Client sides": "comes first in a composition",
+        "Server sides": "alone, or after a client side",
+        "Modifiers": "after any method that sends models",
+        "Robust rules": "last, after any method whose parts it can protect",
     }
+    others = ("feddf", "t1", "ccvr", "median", "krum")
+    tried = [f"{name}+{other}" for other in others if name != other] if group.endswith("sides") else []
+    tried += [f"{first}+{name}" for first in ("fedprox", "scaffold", "feddf") if group != "Client sides"]
     needs = listings.needs_of(cls())
     return [
-        ("kind", f"{group.lower().removesuffix('s')}: {follows[group]}"),
+        ("kind", f"{group.lower().removesuffix('s')}: {place[group]}"),
+        ("such as", ", ".join(f"`{each}`" for each in tried if _composes(each)) or "it stands alone"),
         ("needs beyond FedAvg", needs or "nothing"),
         ("code", f"`{cls.__module__}`: `{cls.__name__}`"),
     ]
+
+
+def _composes(name: str) -> bool:
+    try:
+        registry.make(name).check(_example("fedavg").task)
+    except SettingError:
+        return False
+    return True
 
 
 def _settings(name: str) -> list[str]:
@@ -202,9 +215,13 @@ def _wire(name: str) -> list[str]:
 
 @cache
 def _declared(name: str) -> Any:
-    modified = name in registry.modifiers()
-    setup = listings.example(f"fedavg+{name}" if modified else name, {}, _data())
+    setup = _example(f"fedavg+{name}" if name in registry.modifiers() else name)
     return setup.method.wire(setup.task)
+
+
+@cache
+def _example(method: str) -> Any:
+    return listings.example(method, {}, _data())
 
 
 @cache

@@ -104,7 +104,7 @@ def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(fedstill, "run", short, raising=False)
     examples = blocks("README.md", "python")
-    assert examples == blocks("docs/getting-started.md", "python")
+    assert set(examples) <= set(blocks("docs/getting-started.md", "python"))
     for code in examples:
         exec(compile(code, "README.md", "exec"), {})  # noqa: S102 - the page under test
 
@@ -116,8 +116,8 @@ def test_the_readmes_results_are_those_of_the_page_of_results() -> None:
         row[3:7] for row in rows if row[-2:-1] and row[-2] in ("confirmed", "contradicted", "not seen at this scale")
     ]
     judged = [line.split(" | ") for line in (ROOT / "docs" / "results.md").read_text().splitlines()]
-    known = [[row[4], row[3], row[5], row[8].removesuffix(" |")] for row in judged if len(row) == 9]
-    assert len(shown) == 9
+    known = [[row[4], row[3], row[5], row[9].removesuffix(" |")] for row in judged if len(row) == 10]
+    assert len(shown) == 8
     assert [row for row in shown if row not in known] == []
 
 

@@ -28,6 +28,7 @@ from fedstill.train.task import Task
 
 METADATA = "fedstill"  # the key in a model file's header
 OWN = "own"  # what a client's own model is called
+_COLUMNS = ("text_column", "label_column", "split_column")
 
 
 class ModelDescription(BaseModel):
@@ -103,9 +104,12 @@ def parse(text: str | bytes, where: object) -> ModelDescription:
 
 
 def model_bytes(description: ModelDescription, state: Mapping[str, Tensor]) -> bytes:
-    """A model file that can be loaded alone: named tensors, and the description in its header."""
+    """A model file that can be loaded alone: named tensors, and the description in its header.
+
+    What the training data called their columns is in model.json alone: the same model has the same bytes.
+    """
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
-    return save(tensors, metadata={METADATA: description.model_dump_json()})
+    return save(tensors, metadata={METADATA: description.model_dump_json(exclude=set(_COLUMNS))})
 
 
 def read_description(path: Path) -> ModelDescription:

@@ -137,7 +137,7 @@ def test_clients_trained_together_learn_what_they_learn_alone(
         {"augment": "crop:1,flip"},
         {"batch_size": 4, "epochs": 1},
     ],
-    ids=lambda settings: ",".join(settings),
+    ids=",".join,
 )
 def test_settings_of_local_training_mean_the_same_together(settings: dict[str, Any], tmp_path: Path) -> None:
     compare("fedgkd", tmp_path, 1e-7, **settings)

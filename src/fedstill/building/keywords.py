@@ -263,6 +263,8 @@ class MethodSettings(TypedDict, total=False):
     learning rate of the generator (Adam)."""
     generator_steps: int
     """fedgen: steps of the generator a round."""
+    generator_width: int
+    """fedftg: channels of the generator; the paper's presets: 128."""
     hidden: int
     """fedgen: width of the generator."""
     ie_normalised: bool
@@ -391,7 +393,7 @@ class MethodSettings(TypedDict, total=False):
     weight: float
     """fedmd: of the consensus, with digest=joint."""
     width: int
-    """fedkf: channels of the generator."""
+    """fedkf: channels of the generator; the paper's: 128."""
     z_dim: int
     """fedkf: dimension of the noise; dafkd: d: dimension of the noise; fedgen: dimension of the noise; fedftg:
     dimension of the noise."""

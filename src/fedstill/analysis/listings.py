@@ -57,9 +57,9 @@ def wire_table(name: str, setup: Setup) -> Table:
     wire = setup.method.wire(setup.task)
     shown = Table(name, ("", "part", "what", "bytes"), _first_line(type(setup.method)), words=True)
     for way, parts in (("down", wire.down), ("up", wire.up), ("up, after the last round", wire.last)):
-        for part, told in parts.items():
-            shown.add(way, part, told.what, _size(told.nbytes))
-            shown.values.append({"way": way, "part": part, "what": told.what, "bytes": told.nbytes})
+        for sent, part in parts.items():
+            shown.add(way, sent, part.what, _size(part.nbytes))
+            shown.values.append({"way": way, "part": sent, "what": part.what, "bytes": part.nbytes})
     return shown
 
 

@@ -75,7 +75,7 @@ def reproduce(
 
     Args:
         name: Such as "fedkf/table5".
-        scale: "paper", or "cpu": what two cores can do.
+        scale: "paper"; "cpu": what two cores can do in minutes; "near", where there is one: in hours.
         seeds: How many, from 0 on.
         out: A folder for the runs, in which finished ones are used again, also by other presets.
         jobs: Runs at a time; 0 is one a core.

@@ -211,7 +211,7 @@ def compare(
     folder = Path(out) if out is not None else Path(kept.name) / "comparison"  # type: ignore[union-attr]
     cells = plan(list(named), config_for, points, seeds, folder, callbacks)
     watching = in_notebook() if progress is None else progress
-    return carry_out(cells, list(named), points, seeds, folder, jobs=jobs, force=force, kept=kept,
+    return run_comparison(cells, list(named), points, seeds, folder, jobs=jobs, force=force, kept=kept,
                      console=Console() if watching else None)  # fmt: skip
 
 
@@ -268,7 +268,7 @@ def plan(
     return cells
 
 
-def carry_out(
+def run_comparison(
     cells: Mapping[tuple[str, int, int], Cell],
     methods: Sequence[str],
     sweep: Sequence[dict[str, Any]],

@@ -87,7 +87,7 @@ def reproduce(
     found = plans(name, checked(scale), seeds, Path(out) / "cells", **given)
     cells = cells_of(found)
     check([cell for cell in cells if not cell.finished])
-    return carry_out(name, found, seeds, jobs, Console() if (in_notebook() if progress is None else progress) else None)
+    return run_plans(name, found, seeds, jobs, Console() if (in_notebook() if progress is None else progress) else None)
 
 
 def cells_of(found: Sequence[Plan]) -> list[Cell]:
@@ -95,7 +95,7 @@ def cells_of(found: Sequence[Plan]) -> list[Cell]:
     return list({cell.path: cell for plan in found for cell in plan.cells}.values())
 
 
-def carry_out(name: str, found: Sequence[Plan], seeds: int, jobs: int, console: Console | None) -> Reproduction:
+def run_plans(name: str, found: Sequence[Plan], seeds: int, jobs: int, console: Console | None) -> Reproduction:
     """Run what is not finished."""
     cells = cells_of(found)
     if console:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedstill.analysis.comparing import carry_out, plan, slug
+from fedstill.analysis.comparing import plan, run_comparison, slug
 from fedstill.building.config import Config, parse_sweeps
 from fedstill.cli.commands import (
     Flags,
@@ -53,7 +53,7 @@ def compare(
     cells = plan(methods, configure, sweep, seeds, folder, own_callbacks(callbacks))
     title = "" if sweep[0] else title_of(first).removesuffix(f", seed {first.seed}") + f", {seeds} seeds"
     try:
-        found = carry_out(
+        found = run_comparison(
             cells, methods, sweep, seeds, folder, jobs=jobs, force=force, title=title,
             console=console if as_ == "table" else None,
         )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedstill.analysis.comparing import carry_out, plan
+from fedstill.analysis.comparing import plan, run_comparison
 from fedstill.analysis.pages import write_page
 from fedstill.analysis.tables import percent
 from fedstill.building.config import Config, resolve
@@ -65,7 +65,7 @@ def demo(out: Path, rounds: int | None, *, force: bool) -> None:
     cells = plan(list(METHODS), configure, [{}], 1, out)
     longest_first = dict(reversed(cells.items()))  # so that no core waits for the last run
     try:
-        found = carry_out(longest_first, list(METHODS), [{}], 1, out, jobs=0, force=force, console=console)
+        found = run_comparison(longest_first, list(METHODS), [{}], 1, out, jobs=0, force=force, console=console)
     except KeyboardInterrupt as error:
         raise Halted(error, out, "the same command, without --force" if force else "the same command") from error
     rows = [row for row in found.rows[0] if not row.variant]

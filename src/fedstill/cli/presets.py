@@ -9,7 +9,7 @@ from rich.table import Table
 
 from fedstill.analysis import listings
 from fedstill.analysis.preset_figures import draw
-from fedstill.analysis.reproducing import carry_out, cells_of, checked, markdown, saved
+from fedstill.analysis.reproducing import cells_of, checked, markdown, run_plans, saved
 from fedstill.cli.commands import console, print_tables, say
 from fedstill.cli.pictures import show_progress
 from fedstill.core.choices import Format
@@ -58,7 +58,7 @@ def reproduce(
     if dry_run:
         return
     out.mkdir(parents=True, exist_ok=True)  # some presets have no runs that would have made it
-    result = carry_out(name, found, seeds, jobs, console if shown else None)
+    result = run_plans(name, found, seeds, jobs, console if shown else None)
     print_tables(result.tables(), as_)
     for plan, numbers in result.parts:
         stem = out / f"{plan.name.replace('/', '-')}-{scale}"

@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +19,7 @@ from safetensors.torch import load_file
 
 import fedstill
 from fedstill.building.config import resolve
-from support.guards import start
+from support.preloaded import Process, start_python
 from support.runs import SMALL
 
 pytest.importorskip("flwr")
@@ -42,15 +40,14 @@ class Trial:
 
     folder: Path
     port: int
-    running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    running: list[Process] = field(default_factory=list)
 
-    def start(self, *words: str, log: str) -> subprocess.Popen[bytes]:
-        with (self.folder / log).open("ab") as file:
-            process = start(sys.executable, "-m", "fedstill", *words, cwd=self.folder, stdout=file, stderr=file)
+    def start(self, *words: str, log: str) -> Process:
+        process = start_python("-m", "fedstill", *words, cwd=self.folder, log=self.folder / log)
         self.running.append(process)
         return process
 
-    def join(self, name: str, key: str = "", folder: str = "", *words: str) -> subprocess.Popen[bytes]:
+    def join(self, name: str, key: str = "", folder: str = "", *words: str) -> Process:
         place = ["--directory", folder] if folder else []
         key = key or f"keys/sites/{name}"
         return self.start(
@@ -58,7 +55,7 @@ class Trial:
             log=f"{name}.log",
         )  # fmt: skip
 
-    def serve(self, out: str, method: str, *words: str, **settings: Any) -> subprocess.Popen[bytes]:
+    def serve(self, out: str, method: str, *words: str, **settings: Any) -> Process:
         (self.folder / f"{out}.toml").write_text(toml(SETTINGS | settings | {"method": method}))
         return self.start(
             "serve", f"{out}.toml", "--keys", "keys", "--port", str(self.port), "--out", out, *words, log=f"{out}.log"
@@ -67,7 +64,7 @@ class Trial:
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
 
-    def ends_well(self, process: subprocess.Popen[bytes], name: str) -> None:
+    def ends_well(self, process: Process, name: str) -> None:
         assert process.wait(PATIENCE) == 0, self.log(name)
 
     def stop(self) -> None:
@@ -195,7 +192,7 @@ def test_a_site_that_dies_and_a_stranger_hold_up_nobody(trial: Trial) -> None:
     trial.running[3] = trial.join("west")
 
 
-def children(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def children(process: Process) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
@@ -264,7 +261,7 @@ def test_regions_come_to_the_bits_of_one_machine_also_when_one_is_killed(trial: 
     make(trial.folder / "far", ["solo"], ["127.0.0.1"])
     top, far = free_port(), free_port()
 
-    def region(name: str, keys: str, port: int) -> subprocess.Popen[bytes]:
+    def region(name: str, keys: str, port: int) -> Process:
         return trial.start(
             "region", f"127.0.0.1:{top}", "--key", f"world/sites/{name}", "--ca", "world/ca.pem", "--keys", keys,
             "--port", str(port), log=f"region-{name}.log",

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ from fedstill.engine.process import Processes
 from fedstill.engine.worker import Score, Train, Worker
 from fedstill.methods.base import Server
 from fedstill.running.directory import RunDirectory
-from support.engines import Remembering, Suicidal, all_client_states, command, environment, lines, rounds_written
-from support.guards import start
+from support.engines import Remembering, Suicidal, all_client_states, command, lines, rounds_written
+from support.preloaded import Process, start_python
 from support.runs import SMALL, RunSmall, numbers, weights
 
 
@@ -57,14 +56,18 @@ def test_the_global_random_state_of_the_caller_changes_nothing(run_small: RunSma
 @pytest.mark.slow
 def test_killed_at_any_moment_and_resumed_gives_the_same_bits(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    subprocess.run(command(tmp_path, whole), env=environment(), check=True, capture_output=True)
+
+    def started(words: list[str]) -> Process:
+        return start_python(*words[1:], cwd=tmp_path, log=tmp_path / "log.txt")
+
+    assert started(command(tmp_path, whole)).wait() == 0
     seconds = [json.loads(line)["seconds"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
     a_round = min(seconds)  # the next rounds take at least about as long, whatever else the machine does
 
     rng, words = random.Random(0), command(tmp_path, broken)
     resume = [sys.executable, "-m", "fedstill", "resume", str(broken)]
     for kills in range(1, 5):  # after at least so many rounds, at a moment within the next ones
-        process = start(*words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = started(words)
         while process.poll() is None and rounds_written(broken) < kills:
             time.sleep(0.005)
         time.sleep(rng.uniform(0, 1.5 * a_round))
@@ -72,7 +75,7 @@ def test_killed_at_any_moment_and_resumed_gives_the_same_bits(tmp_path: Path) ->
         process.send_signal(signal.SIGKILL)
         process.wait()
         words = resume
-    subprocess.run(resume, env=environment(), check=True, capture_output=True)
+    assert started(resume).wait() == 0
 
     assert lines(broken) == lines(whole)
     ours, theirs = load_file(broken / "model.safetensors"), load_file(whole / "model.safetensors")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from PIL import Image
 import fedstill
 from fedstill.data.dataset import Dataset, Split
 from fedstill.data.preprocessing import Column, TablePreprocessing
+from support.preloaded import start_python
 from support.runs import SMALL
 
 SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k not in ("image_size", "model", "fraction")}
@@ -38,10 +36,10 @@ print(sum(a == b for a, b in zip(found, inputs["labels"], strict=True)) / len(fo
 def accuracy_elsewhere(tmp_path: Path, raw: Any, labels: list[str], *options: str) -> float:
     """The accuracy on raw inputs, in a new process that has only the run directory."""
     (tmp_path / "inputs.json").write_text(json.dumps({"raw": raw, "labels": labels}))
-    words = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "run"), str(tmp_path / "inputs.json"), *options]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ)
-    assert done.returncode == 0, done.stderr
-    return float(done.stdout)
+    (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
+    words, log = ("elsewhere.py", "run", "inputs.json", *options), tmp_path / "elsewhere.log"
+    assert start_python(*words, cwd=tmp_path, log=log).wait() == 0, log.read_text()
+    return float(log.read_text().splitlines()[-1])
 
 
 def pixels(count: int, test: int) -> tuple[Any, Any, Any, Any, tuple[str, ...]]:

@@ -218,7 +218,7 @@ def lines_of_code(path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("method", "most"), [("fedprox", 15), ("moon", 40), ("fedkf", 120), ("dafkd", 172), ("lkd", 150)]
+    ("method", "most"), [("fedprox", 15), ("moon", 40), ("fedkf", 120), ("dafkd", 160), ("lkd", 150)]
 )
 def test_a_method_is_short(method: str, most: int) -> None:
     assert lines_of_code(SOURCE / "methods" / f"{method}.py") <= most

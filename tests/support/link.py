@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from fedstill.flower import keys
 from fedstill.flower.link import Certificates, FlowerLink
-from support.guards import start
+from support.preloaded import Process, start_python
 
 SITES = ["berlin", "lagos", "quito"]
 
@@ -23,7 +21,7 @@ class Trial:
     """Keys, a port, and the sites' processes."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.processes = root, dict[str, subprocess.Popen[bytes]]()
+        self.root, self.processes = root, dict[str, Process]()
         keys.make(root / "keys", SITES, ["127.0.0.1"])
         keys.make(root / "others", ["stranger"], ["127.0.0.1"])
         with socket.socket() as probe:
@@ -42,9 +40,8 @@ class Trial:
         (self.root / site).mkdir(exist_ok=True)
         script, key = Path(__file__).with_name("echo_site.py"), self.root / f"keys/sites/{site}"
         authority = ca or self.root / "keys/ca.pem"
-        command: list[str | Path] = [sys.executable, script, self.server, key, authority, self.root / site]
-        with (self.root / f"{site}.log").open("ab") as log:
-            self.processes[site] = start(*command, stdout=log, stderr=log)
+        words = (script, self.server, key, authority, self.root / site)
+        self.processes[site] = start_python(*words, cwd=Path.cwd(), log=self.root / f"{site}.log")
 
     def kill(self, site: str) -> None:
         self.processes[site].kill()

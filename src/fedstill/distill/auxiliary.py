@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fedstill.core.weights import FlatNet
 from fedstill.distill.generators import to_images, to_inputs
 from fedstill.distill.stage import as_samples
-from fedstill.models.base import Classifier
 from fedstill.train.task import Samples, Task
 
 
@@ -75,34 +74,3 @@ class Generator(Auxiliary):
         """What the generator with these weights makes, as images with values in 0..1; at least two, for BatchNorm."""
         self.load(weights)
         return to_images(self.draw(max(2, count), noise, y)[:count], self.task.dataset.mean, self.task.dataset.std)
-
-
-class Discriminator(nn.Module):
-    """The logit of a sample being real rather than generated.
-
-    It reads the classifier's features (a shared trunk), or those of a trunk of its own.
-    """
-
-    def __init__(self, feature_dim: int, trunk: Classifier | None) -> None:
-        super().__init__()
-        self.trunk = trunk
-        self.head = nn.Linear(feature_dim, 1)
-
-    def forward(self, x: Tensor, features: Tensor | None = None) -> Tensor:
-        """The logit of each sample; the classifier's features are needed where it has no trunk."""
-        logit: Tensor = self.head(features if self.trunk is None else self.trunk.features(x))
-        return logit.squeeze(1)
-
-
-def gradient_penalty(judge: Callable[[Tensor], Tensor], real: Tensor, fake: Tensor, noise: torch.Generator) -> Tensor:
-    """The mean of (|grad D(x_i)| - 1)^2 at places between real and generated samples; the norm is a sample's own.
-
-    >>> x = torch.ones(2, 2)
-    >>> gradient_penalty(lambda x: 3 * x[:, 0] + 4 * x[:, 1], x, x, torch.Generator()).item()
-    16.0
-    """
-    share = torch.rand(len(real), *[1] * (real.dim() - 1), generator=noise)
-    between = (share * real + (1 - share) * fake).detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(judge(between).sum(), between, create_graph=True)
-    norms: Tensor = gradient.flatten(1).square().sum(1).sqrt()
-    return (norms - 1).square().mean()

@@ -8,25 +8,24 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedstill.aggregate.mean import weighted_mean
 from fedstill.core import seeds
 from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
 from fedstill.core.weights import FlatNet
-from fedstill.distill.auxiliary import Auxiliary, Discriminator, Generator, gradient_penalty
+from fedstill.distill.adversarial import AdversarialTraining, Discriminator
+from fedstill.distill.auxiliary import Auxiliary, Generator
 from fedstill.distill.ensemble import normalised
 from fedstill.distill.generators import check_image_shape, image_generator
 from fedstill.distill.stage import match_probabilities, mean_logits, mean_probabilities
 from fedstill.methods.base import Needs, Part, Server, Uplink, Wire
 from fedstill.methods.kinds import Kind
 from fedstill.methods.server_side import Distilling
-from fedstill.models.norms import frozen_statistics
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, predict, require_features
-from fedstill.train.loop import Batch, Objective, steps_of
-from fedstill.train.optimizers import Adam, descend
+from fedstill.train.loop import Objective, steps_of
+from fedstill.train.optimizers import Adam
 from fedstill.train.task import Samples, Task, classifier
 
 Variant = Literal["full", "no-sharing", "no-correlation", "no-distill"]
@@ -123,48 +122,9 @@ class DaFKD(Distilling):
         if self.adv_rounds and client.round > self.adv_rounds:
             return inner
         adam = Adam(params, self.generator_lr, betas=(self.generator_beta1, self.generator_beta2))
-        noise, step = client.stream("adversarial noise"), 0
-        a_pass = steps_of(len(client.data), task.local) // task.local.epochs
-        last = self.adv_epochs * a_pass if self.adv_epochs else None
-
-        def active() -> bool:
-            return last is None or step < last
-
-        def inputs(batch: Batch) -> Tensor:
-            if not active():
-                return batch.x[:0]
-            with torch.no_grad():
-                return generator.draw(len(batch.y), noise)
-
-        def term(batch: Batch, out: Outputs) -> Tensor:  # L_adv: Eq. 2 over the 2b samples
-            if not active():
-                return torch.zeros(())
-            if out.extra is None:  # a trunk of the discriminator's own
-                logit = torch.cat([judge(batch.x), judge(inputs(batch))])
-            else:
-                logit = judge.head(torch.cat([out.features, out.extra.features])).squeeze(1)
-            real = (torch.arange(len(logit)) < len(batch.y)).float()
-            adversarial = F.binary_cross_entropy_with_logits(logit, real)
-            if not self.penalty:
-                return adversarial
-            with torch.no_grad():
-                fake = generator.draw(max(2, len(batch.y)), noise)[: len(batch.y)]
-            return adversarial + self.penalty * gradient_penalty(lambda x: judged(x).sigmoid(), batch.x, fake, noise)
-
-        def judged(samples: Tensor) -> Tensor:
-            """The logits of samples that leave no trace in any statistics."""
-            with frozen_statistics(judge.trunk or client.net):
-                logit: Tensor = judge(samples, None if judge.trunk else client.net.features(samples))
-                return logit
-
-        def after(batch: Batch) -> None:  # the generator ascends Eq. 3, in its non-saturating form
-            nonlocal step
-            if active():
-                logit = judged(generator.draw(max(2, len(batch.y)), noise))
-                descend(-F.logsigmoid(logit).mean(), params, adam)
-            step += 1
-
-        return inner + Objective(term, inputs=None if judge.trunk else inputs, after=after, modules=(judge,))
+        noise, epoch = client.stream("adversarial noise"), steps_of(len(client.data), task.local) // task.local.epochs
+        steps = self.adv_epochs * epoch if self.adv_epochs else None
+        return inner + AdversarialTraining(generator, judge, client.net, adam, noise, self.penalty, steps).objective()
 
     def uplink(self, client: Client) -> Message:
         task = client.task

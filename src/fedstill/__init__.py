@@ -169,6 +169,8 @@ __all__ = [
 if not TYPE_CHECKING:  # type checkers see the imports above, and a name that is not among them
 
     def __getattr__(name: str) -> Any:
+        if name == "methods":  # a package; called, it lists them
+            return importlib.import_module("fedstill.methods")
         if name not in _HOME:
             listed = f"; fedstill.list_{name}() lists them" if f"list_{name}" in _HOME else ""
             raise AttributeError(

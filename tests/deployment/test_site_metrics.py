@@ -16,6 +16,7 @@ from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.reports import Code, Refusal
 from fedstill.core.tree import Tree
 from fedstill.deployment.policy import Consent, Policy
+from fedstill.deployment.protocol import scores_of
 from fedstill.deployment.server import regions_of
 from fedstill.deployment.site import LocalInputs, Site
 from fedstill.methods.kinds import Kind
@@ -74,11 +75,29 @@ def test_a_site_that_does_not_agree_sends_hits_alone_and_the_record_says_so(tmp_
 
 
 @pytest.mark.slow
-def test_what_needs_probabilities_is_measured_on_the_servers_test_set_alone(tmp_path: Path) -> None:
-    record = served(Agreeing(tmp_path), tmp_path / "served", **TINY, metrics=["auroc", "macro_f1"]).records[-1]
-    assert 0 < record["metrics"]["auroc"] < 1
-    assert "pooled_auroc" not in record["metrics"]
-    assert record["unmeasured"]["pooled_auroc"] == "sites send counts, never probabilities"
+def test_what_needs_probabilities_is_worked_out_at_each_site(tmp_path: Path) -> None:
+    named, wire = {"metrics": ["auroc", "ece"]}, Agreeing(tmp_path)
+    there = served(wire, tmp_path / "served", **TINY, **named).records[-1]
+    here = alone(tmp_path / "alone", **TINY, **named).records[-1]["metrics"]
+    assert not any("probabilities" in json.dumps(answer, default=str) for answer in wire.answers)
+    for name in ("worst_auroc", "var_auroc", "worst_ece", "var_ece"):
+        assert there["metrics"][name] == pytest.approx(here[name])
+    assert "pooled_auroc" not in there["metrics"]
+    assert there["unmeasured"]["pooled_auroc"] == "sites send their own value, never probabilities"
+
+
+def test_metrics_of_a_site_that_cannot_be_are_left_out() -> None:
+    given: dict[str, Any] = {"auroc": [0.5, -1.0, 2.0, "0.5"], "ece": [0.1], "mine": [0.1] * 4}
+    assert scores_of({"scores": given}, 4) == [{"auroc": 0.5}, {}, {}, {}]
+    assert scores_of({"scores": "many"}, 1) == [{}]
+
+
+@pytest.mark.slow
+def test_a_site_that_denies_metrics_sends_none(tmp_path: Path) -> None:
+    wire = Agreeing(tmp_path, north=Policy(deny=(Kind.METRICS,)))
+    record = served(wire, tmp_path / "served", **TINY | {"rounds": 1}, metrics=["auroc"]).records[-1]
+    assert sum("scores" in answer for answer in wire.answers if isinstance(answer, dict)) == 2
+    assert record["metrics"]["worst_auroc"] > 0
 
 
 def _more(answer: Tree, cell: tuple[int, int, int], by: int) -> Tree:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedstill.core.errors import SettingError
 from fedstill.core.reports import cleaned, sentence
 from fedstill.core.tree import Tree
-from fedstill.metrics.scores import ClassCounts
+from fedstill.metrics.scores import FUNCTIONS, ClassCounts
 
 _MOST = 10**8  # samples of a site
 STATISTICS = "Statistics"  # the kind of the request for sums over a table's columns
@@ -60,6 +60,8 @@ def failure_reason(answer: Any) -> str:
 BALANCED = "balanced"  # the `class_weight` for which sites send their class counts
 CLASS_COUNTS = "class_counts"  # in an answer: training samples of each class
 BY_CLASS = "by_class"  # in an answer: counts of each client's tests by class, (clients, 3, classes)
+SCORES = "scores"  # in an answer: by the name of a metric, its value on each client's tests
+NO_SCORE = -1.0  # in place of a value that there is not, as of the AUROC of a single class
 
 
 def class_counts_of(
@@ -80,6 +82,18 @@ def class_counts_of(
         if each.any() and each.sum(1).tolist() != [n, n, hit]:
             return None
         found.append(ClassCounts(*each) if each.any() else None)
+    return found
+
+
+def scores_of(answer: Mapping[str, Any], clients: int) -> list[dict[str, float]]:
+    """The metrics that a site worked out on each client's tests: those that can be, from 0 to 1."""
+    given, found = answer.get(SCORES), [dict[str, float]() for _ in range(clients)]
+    for name in FUNCTIONS:
+        values = given.get(name) if isinstance(given, dict) else None
+        if isinstance(values, list) and len(values) == clients:
+            for each, value in zip(found, values, strict=True):
+                if isinstance(value, float) and 0 <= value <= 1:
+                    each[name] = value
     return found
 
 

@@ -33,7 +33,7 @@ from fedstill.deployment.audit import SENT, AuditLog, RecordedLink, answer_entry
 from fedstill.deployment.delivery import deliver, is_finish
 from fedstill.deployment.episodes import TOTALS
 from fedstill.deployment.policy import Policy
-from fedstill.deployment.protocol import BY_CLASS, RunInfo, SiteLink, run_number
+from fedstill.deployment.protocol import BY_CLASS, NO_SCORE, SCORES, RunInfo, SiteLink, run_number
 from fedstill.deployment.registry import SiteRegistry
 from fedstill.deployment.server import SiteEngine, Terms
 from fedstill.deployment.site import LocalInputs, check_tokenizer
@@ -310,7 +310,9 @@ class _RegionRun:
             test = tests.get(client)
             if test and test.by_class and self._registry.tests[client] == self._registry.federation.test_sizes[client]:
                 row.copy_(torch.from_numpy(test.by_class.stacked()))
-        return answer | ({BY_CLASS: counts} if counts.any() else {})
+        names = {name for test in tests.values() for name in test.scores}
+        scores = {n: [tests[k].scores.get(n, NO_SCORE) if k in tests else NO_SCORE for k in members] for n in names}
+        return answer | ({BY_CLASS: counts} if counts.any() else {}) | ({SCORES: scores} if scores else {})
 
     def train(self, model: Tensor, request: Train, seconds: float) -> Tree:
         """An episode of the region."""

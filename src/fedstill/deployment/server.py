@@ -40,6 +40,7 @@ from fedstill.deployment.protocol import (
     class_counts_of,
     failure_reason,
     run_number,
+    scores_of,
 )
 from fedstill.deployment.registry import SiteRegistry
 from fedstill.deployment.statistics import StatisticsPoll
@@ -155,10 +156,11 @@ class SiteEngine(Engine):
             hits = answer.get("hits") if isinstance(answer, dict) else None
             if are_counts(hits, len(clients_of[name])):
                 by_class = self._by_class(name, answer, claimed[clients_of[name]].tolist(), hits)
-                for client, hit, counted in zip(clients_of[name].tolist(), hits, by_class, strict=True):
+                scores = scores_of(answer, len(hits))
+                for client, hit, counted, own in zip(clients_of[name].tolist(), hits, by_class, scores, strict=True):
                     if 0 <= hit <= claimed[client] and claimed[client]:
                         share = int(counts[client]) / int(claimed[client])
-                        found[client] = LocalTest(round(hit * share), counted and counted.times(share))
+                        found[client] = LocalTest(round(hit * share), counted and counted.times(share), own)
                     elif hit > claimed[client]:
                         log.warning("%s says it is right %d times in %d tests", name, hit, claimed[client])
             if not any(client in found for client in clients_of[name]):

@@ -36,12 +36,21 @@ from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, STATE, AuditLog, answer_entry, request_kind
 from fedstill.deployment.delivery import is_finish, keep_model
 from fedstill.deployment.policy import Consent, Policy, Usage
-from fedstill.deployment.protocol import BALANCED, BY_CLASS, CLASS_COUNTS, STATISTICS, RunInfo, run_number
+from fedstill.deployment.protocol import (
+    BALANCED,
+    BY_CLASS,
+    CLASS_COUNTS,
+    NO_SCORE,
+    SCORES,
+    STATISTICS,
+    RunInfo,
+    run_number,
+)
 from fedstill.engine.worker import FinalExchange, Request, Score, Train, Worker, request_from
 from fedstill.methods import registry
 from fedstill.methods.base import Method, misfit
 from fedstill.methods.kinds import Kind
-from fedstill.metrics.scores import COUNTED, ClassCounts
+from fedstill.metrics.scores import COUNTED, FUNCTIONS, ClassCounts
 from fedstill.models.base import frozen_digest
 from fedstill.models.pretrained import DISTILBERT
 from fedstill.running.machine import one_thread
@@ -71,7 +80,7 @@ class LocalInputs:
         files = {"method": self.method, "model": self.model, "data": self.data}
         settings |= {name: value for name, value in files.items() if value}
         settings.pop("tokenizer", None)  # the server sends it, not where it has it
-        settings["metrics"] = [name for name in COUNTED if name in settings.get("metrics", [])]  # others are not sent
+        settings["metrics"] = [n for n in (*COUNTED, *FUNCTIONS) if n in settings.get("metrics", [])]  # no others
         settings |= {"target": self.target} if self.target else {}
         named = [(name, settings.get(name, "")) for name in ("method", "model", "data", "proxy")]
         named += [("method", region.get("method", "")) for region in settings.get("region", [])]
@@ -199,11 +208,20 @@ class Site:
         return answer
 
     def _tested(self, worker: Worker, down: Tree, config: Config) -> Tree:
-        """How often a model is right on the tests here; if the run names metrics and the policy agrees, by class."""
+        """How often a model is right on the tests here, and the metrics that the run names.
+
+        Counts by class only if the policy agrees. What is a function of probabilities is worked out here.
+        """
         federation, classes = worker.federation, worker.task.classes
         labels = federation.test_split.y.numpy()[federation.test_index]
-        predicted = worker.handle(Score("local", 0, len(labels)), down)["predicted"].cpu().numpy()
+        named = [name for name in config.metrics if name in FUNCTIONS]
+        scored = worker.handle(Score("local", 0, len(labels), probabilities=bool(named)), down)
+        predicted = scored["predicted"].cpu().numpy()
         answer: dict[str, Any] = {"hits": [int((predicted == labels).sum())]}
+        if named:
+            likely = scored["probabilities"].double().cpu().numpy()
+            values = {name: FUNCTIONS[name](labels, likely) for name in named}
+            answer[SCORES] = {name: [value if np.isfinite(value) else NO_SCORE] for name, value in values.items()}
         if COUNTED.keys() & set(config.metrics) and self._consent.allows(Kind.CLASS_COUNTS):
             counts = ClassCounts.of(labels, predicted, classes)
             answer[BY_CLASS] = torch.from_numpy(counts.stacked())[None]

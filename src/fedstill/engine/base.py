@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -20,6 +20,7 @@ class LocalTest:
 
     hits: int  # how often it is right
     by_class: ClassCounts | None = None  # if the client sends them
+    scores: Mapping[str, float] = field(default_factory=dict)  # metrics that the client worked out, by name
 
 
 class Engine(ABC):

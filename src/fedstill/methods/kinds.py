@@ -33,6 +33,6 @@ MEANING = {
     Kind.GRADIENTS: "gradients, or sums of them",
     Kind.LOSS: "the loss of the sent model on the site's samples",
     Kind.STEPS: "how many steps were trained",
-    Kind.METRICS: "training loss, and accuracy on the site's own tests",
+    Kind.METRICS: "training loss, and accuracy and the metrics that a run names on the site's own tests",
     Kind.OTHER: "what a method of one's own sends without saying what it is",
 }

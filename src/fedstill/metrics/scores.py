@@ -209,13 +209,15 @@ class Table:
 
     def add_clients(self, name: str, pooled: float, local: Numbers) -> None:
         """A metric over the clients: of their samples together, of the worst served, and how unevenly."""
+        self.values[f"pooled_{name}"] = float(pooled)
+        self.add_each_client(name, local)
+
+    def add_each_client(self, name: str, local: Numbers) -> None:
+        """A metric of the client that is served worst, and how unevenly; NaN stands for clients without one."""
         known = local[~np.isnan(local)]
         pick = np.max if lower_is_better(name) else np.min
-        self.values |= {
-            f"pooled_{name}": float(pooled),
-            f"worst_{name}": float(pick(known)) if len(known) else np.nan,
-            f"var_{name}": float(known.var()) if len(known) > 1 else np.nan,  # of one, it says nothing
-        }
+        self.values[f"worst_{name}"] = float(pick(known)) if len(known) else np.nan
+        self.values[f"var_{name}"] = float(known.var()) if len(known) > 1 else np.nan  # of one, it says nothing
 
 
 def on_one_set(found: Outcomes, classes: int, metrics: Sequence[Metric]) -> Table:

@@ -120,12 +120,20 @@ def _fairness_of_those_tested(tests: dict[int, LocalTest], counts: IntArray) -> 
 
 
 def _metrics_of_those_tested(tests: dict[int, LocalTest], named: Sequence[str]) -> Table:
-    """The metrics over the clients that sent counts by class; what probabilities would be needed for is missing."""
+    """The metrics over the clients that sent counts by class; of functions of probabilities, their own values."""
     counts = {k: test.by_class for k, test in tests.items() if test.by_class is not None}
     table = scores.over_sites(counts, named)
     for name in named:
         if name not in scores.COUNTED:
-            table.reasons[f"pooled_{scores.short_name(name)}"] = "sites send counts, never probabilities"
+            short = scores.short_name(name)
+            table.reasons[f"pooled_{short}"] = "sites send their own value, never probabilities"
+            own = [test.scores[name] for test in tests.values() if name in test.scores]
+            if own:
+                table.add_each_client(short, np.array(own))
+            if len(own) < len(tests):
+                table.reasons[f"worst_{short}"] = (
+                    f"undefined at, or not sent by, {len(tests) - len(own)} of {len(tests)} sites"
+                )
         elif len(counts) < len(tests):
             table.reasons[f"pooled_{name}"] = (
                 f"{len(tests) - len(counts)} of {len(tests)} sites send no counts by class (join --allow class-counts)"

@@ -61,6 +61,14 @@ def test_what_cannot_be_added_or_revoked_is_named(tmp_path: Path) -> None:
     assert not (folder / "sites/west.pub").exists()
 
 
+def test_sites_have_names_in_any_script_but_none_that_looks_like_another(tmp_path: Path) -> None:
+    keys.make(tmp_path / "keys", ["Köln", "東京"], ["127.0.0.1"])
+    assert sorted(keys.public_keys(tmp_path / "keys")) == ["Köln", "東京"]
+    for name in ("Ko\u0308ln", "a b", "../up", ".hidden", "x.pub"):  # the first is Köln in two code points
+        with pytest.raises(SettingError, match="a name has letters"):
+            keys.make(tmp_path / "others", [name], ["127.0.0.1"])
+
+
 def test_the_command_line_makes_adds_and_revokes(tmp_path: Path) -> None:
     folder = tmp_path / "trial"
     assert fedstill("keys", str(folder), "--site", "north", "--host", "127.0.0.1").code == 0

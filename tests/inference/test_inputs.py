@@ -233,6 +233,16 @@ def test_folders_of_images_are_read_in_every_layout_that_trains(tmp_path: Path, 
     assert found.names == [f"{layout.format(label)}/1.png" for label in ("cat", "dog")]
 
 
+def test_a_dataset_that_has_a_name_gives_its_test_images() -> None:
+    shape = ImagePreprocessing(shape=(1, 28, 28), mean=(0.5,), std=(0.5,))
+    found = read_inputs(Path("fashion-mini"), TABLE.model_copy(update={"preprocessing": shape}))
+    assert found.held_out
+    np.testing.assert_array_equal(found.part(3, 5), DATA.test.x[3:5].numpy())
+    assert found.labels == [DATA.classes[n] for n in DATA.test.y.tolist()]
+    with pytest.raises(library.SettingError, match="only images can be read here"):
+        read_inputs(Path("glosses-mini"), TABLE.model_copy(update={"preprocessing": shape}))
+
+
 def test_an_evaluation_measures_what_is_named() -> None:
     labels, likely = np.array([0, 1, 1, 0]), np.array([0.2, 0.7, 0.3, 0.4])
     names = [("no", "yes")[n] for n in labels]

@@ -26,7 +26,7 @@ Data = Annotated[
     Path,
     typer.Option(
         help="A folder of images (or of a folder for each class), an image, an .npz with x; of texts or rows of "
-        "a table a .csv, .tsv, .jsonl or .parquet."
+        "a table a .csv, .tsv, .jsonl or .parquet; or the name of a dataset of images, for its test images."
     ),
 ]
 TextColumn = Annotated[

@@ -11,6 +11,7 @@ import datetime
 import ipaddress
 import os
 import re
+import unicodedata
 from pathlib import Path
 
 from cryptography import x509
@@ -30,7 +31,7 @@ from fedstill.core.errors import SettingError, unknown
 from fedstill.core.files import naming, write_atomic
 
 _VALID = datetime.timedelta(days=730)
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[\w-][\w.-]*")
 
 
 def make(directory: Path, sites: list[str], hosts: list[str]) -> None:
@@ -124,7 +125,7 @@ def check_dates(path: Path) -> datetime.datetime:
 
 
 def _check_name(site: str) -> None:
-    if not _NAME.fullmatch(site) or site.endswith(".pub"):
+    if not _NAME.fullmatch(site) or site.endswith(".pub") or not unicodedata.is_normalized("NFC", site):
         raise SettingError(f"site {site!r}: a name has letters, digits, '.', '-' and '_', and does not end in .pub")
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fedstill.core.errors import DataError, SettingError
+from fedstill.data import sources
 from fedstill.data.formats import images, table, text
 from fedstill.data.formats.arrays import read_arrays
 from fedstill.data.formats.columns import Categories, Roles, header, read_columns
@@ -41,6 +42,8 @@ def read_inputs(
 
     `tests`: of a table with the run's split column, the test rows alone.
     """
+    if not path.exists() and str(path) in sources.names():
+        return _named(str(path), description)
     if not path.exists():
         raise DataError(f"there is no file or folder {path}")
     columns = {
@@ -66,6 +69,16 @@ def _found(path: Path, description: ModelDescription, columns: Mapping[str, str]
     if rows and kind == "text":
         return _texts(path, columns["text"], columns["label"])
     raise SettingError(f"{path}: this model takes {_TAKES[kind]}")
+
+
+def _named(name: str, description: ModelDescription) -> RawInputs:
+    """The test images of a dataset that is known by name."""
+    if description.preprocessing.kind != "image" or sources.is_text(name):
+        raise SettingError(f"{name}: of datasets with a name, only images can be read here; give a file")
+    data = sources.load(name)
+    x, labels = data.test.x.numpy(), [data.classes[n] for n in data.test.y.tolist()]
+    names = [str(row) for row in range(1, len(x) + 1)]
+    return RawInputs("row", names, lambda start, stop: x[start:stop], labels, held_out=True)
 
 
 _ROWS = ".csv, .tsv, .jsonl or .parquet"

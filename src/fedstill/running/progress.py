@@ -42,9 +42,12 @@ class Progress(Callback):
         c = run.config
         balanced = ["balanced_accuracy"] if is_imbalanced(majority(run.federation)) else []
         self._shown = list(dict.fromkeys([*balanced, *map(short_name, c.metrics)]))
+        held, left = run.federation, c.rounds - run.round
+        tests = len(held.dataset.test.y) or len(held.test_index)
         self._say(
-            f"{c.method} on {c.data or 'tables'}: {run.federation.clients} clients, {c.partition} partition, "
-            f"{c.model} with {run.parameters:,} weights, {c.rounds - run.round} rounds",
+            f"{c.method} on {c.data or 'tables'}: {held.clients} clients with {held.sizes.sum():,} samples, "
+            f"{tests:,} to test on, {c.partition} partition, {c.model} with {run.parameters:,} weights, "
+            f"{left} round{'s' * (left != 1)}",
             style="bold",
         )
         if c.hyper:

@@ -174,11 +174,13 @@ A check compares two things on the same seeds: the same data partition, schedule
 says how even the partition is: at 100 all clients hold about the same, at 0.01 each holds hardly more than one class.
 The columns:
 
-- **measured**: accuracies are in percent. *Final* is the mean of the last five evaluations, *best* the highest
-  one; chance is 10 % for ten classes. *AMP* is the mean accuracy over the clients' own test samples, *WLP* that of
-  the worst-served client, *FM* the variance between clients, smaller is fairer. *Roughness* is the standard deviation
-  of the change from one evaluation to the next, over the second half of them: smaller is steadier.
+- **measured**: accuracies are in percent, of the model that the check names. *Final* is the mean of the last five
+  evaluations, *best* the highest one; chance is 10 % for ten classes. *AMP* is the mean accuracy over the clients' own
+  test samples, *WLP* that of the worst-served client, *FM* the variance between clients, smaller is fairer. *Roughness*
+  is the standard deviation of the change from one evaluation to the next, over the second half of them: smaller is
+  steadier.
 - **mean**, **compared with**: the means over the seeds of what the check is about, and of what it is compared with.
+  Where a check compares two gaps ("by more at …"), these are the gaps.
 - **difference**: of these two, with the 95 % confidence interval of the mean paired difference (Student's).
 - **seen from**: the smallest true difference that so many seeds would show in four cases of five, from how much their
   differences vary. Where the paper's difference is smaller than that, no verdict could be expected.
@@ -233,9 +235,12 @@ def markdown(found: Saved) -> str:
         lines += [_line(result) for result in claim["checks"]]
         lines += _what_decides(claim, found.get("factorials", {}))
     lines += ["", "## The runs", "", "What each preset reduces, and its settings at the cpu scale:", ""]
+    described: dict[str, str] = {}
     for name, preset in found["presets"].items():
-        settings = ", ".join(f"{key} {value}" for key, value in preset["settings"].items())
-        lines.append(f"- `{name}` ({preset['title']}). Reduced: {preset['reduces']}. Settings: {settings}.")
+        settings = ", ".join(f"{key} {_plain(value)}" for key, value in preset["settings"].items())
+        scale = f"Reduced: {preset['reduces']}. Settings: {settings}."
+        same = described.setdefault(scale, name)
+        lines.append(f"- `{name}` ({preset['title']}). " + (scale if same == name else f"Scale as `{same}`."))
     runs = {run for claim in found["claims"] for result in claim["checks"] for run in result["runs"]}
     versions = "; ".join(", ".join(f"{k} {v}" for k, v in json.loads(each).items()) for each in found["versions"])
     lines += ["", f"{len(runs)} runs. Versions: {versions}.", ""]
@@ -269,6 +274,10 @@ def _line(result: Saved) -> str:
     else:
         cells += [""] * 6
     return "| " + " | ".join([*cells, result["verdict"]]) + " |"
+
+
+def _plain(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _capital(text: str) -> str:

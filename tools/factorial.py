@@ -2,6 +2,8 @@
 
     python tools/factorial.py tools/factorials/dafkd.toml --out runs/dafkd --data-dir DATA
     python tools/factorial.py tools/factorials/dafkd.toml --out runs/dafkd --table      # the table of what is there
+    python tools/factorial.py tools/factorials/dafkd.toml --out runs/dafkd --table --results docs/results.json
+    fedstill claims --saved docs/results.json --page docs/results.md                    # the page, with the table
 
 The file says what is expected and why (`hypothesis`), before any run; `settings` of every run; `factors`, each with its
 levels, of which the first is what the presets do; `variants`, groups of settings that every combination is run with, of
@@ -24,7 +26,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from fedstill.core.files import write_atomic
+from fedstill.core.files import read_json, write_atomic, write_json
 from fedstill.metrics.statistics import detectable, paired, spread
 from fedstill.studies.cells import Cell, check, run_cells
 from fedstill.studies.presets import resolved
@@ -75,18 +77,16 @@ class Runs:
         return float(cell.summary()[self.factorial.metric]) if cell.finished else None  # type: ignore[literal-required]
 
     def markdown(self) -> str:
+        """The page of a factorial."""
+        return f"# {self.factorial.title}\n\nExpected: {self.factorial.hypothesis}\n\n{self.tables()}"
+
+    def tables(self) -> str:
         """Each combination with its variants' means, then each factor's effect."""
         f = self.factorial
         first, *others = f.variants
         numbers = {key: self.number(*key) for key in self.cells}
         done = sum(value is not None for value in numbers.values())
-        lines = [
-            f"# {f.title}",
-            "",
-            f"Expected: {f.hypothesis}",
-            "",
-            f"{done} of {len(numbers)} runs. {f.metric}, in %.",
-        ]
+        lines = [f"{done} of {len(numbers)} runs. {f.metric}, in %."]
 
         def values(variant: str, levels: Levels, seeds: list[int]) -> list[float]:
             return [value for s in seeds if (value := numbers[variant, levels, s]) is not None]
@@ -116,11 +116,10 @@ class Runs:
                 lines.append(f"| {name} | {_level(levels_of[level])} | {_difference(*sides)} |")
         lines += [
             "",
-            "Differences are of paired seeds, with Student's 95 % interval of their mean and, after ≥, the",
-            "",
+            "Differences are of paired seeds, with Student's 95 % interval of their mean, on how many seeds they are",
+            "above 0 and, after ≥, the smallest difference that so many seeds would show in four cases of five.",
         ]
-        lines[-1:] = ["smallest difference that so many seeds would show in four cases of five.", ""]
-        return "\n".join(lines)
+        return "\n".join([*lines, ""])
 
 
 def _level(value: Any) -> str:
@@ -147,6 +146,7 @@ def main() -> None:
     parser.add_argument("--data-dir", default="", help="where dataset files are; empty: $FEDSTILL_DATA")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--table", action="store_true", help="write the table of what is finished, run nothing")
+    parser.add_argument("--results", type=Path, help="what 'fedstill claims' saved: the tables are added to it")
     given = parser.parse_args()
     if given.data_dir:
         os.environ["FEDSTILL_DATA"] = given.data_dir  # functions that load data look there
@@ -160,6 +160,10 @@ def main() -> None:
         for start in range(0, len(cells), given.jobs):
             run_cells(cells[start : start + given.jobs], jobs=given.jobs)
             write_atomic(given.out / "table.md", runs.markdown())
+    if given.results:
+        results = read_json(given.results)
+        results.setdefault("factorials", {})[given.file.stem] = {"title": factorial.title, "tables": runs.tables()}
+        write_json(given.results, results)
     print(runs.markdown())
 
 

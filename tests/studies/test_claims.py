@@ -194,6 +194,55 @@ def test_the_command_runs_and_writes_a_page_that_it_can_write_again(
     assert again.read_text() == page
 
 
+def test_results_of_runs_elsewhere_are_kept_where_they_have_more_seeds(
+    evidence: Evidence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = Claim(title="T1 is better", paper="Table 1", check=[check()])
+    monkeypatch.setattr(claims, "claims", lambda: [claim])
+    run_cells([cell for cell in evidence.cells(claim.check[0]) if cell.config.seed == 0])
+    elsewhere = claims.saved(evidence) | {"versions": ["elsewhere"], "factorials": {"t1": {"title": "", "tables": ""}}}
+    (theirs,) = elsewhere["claims"][0]["checks"]
+    theirs |= {"verdict": "elsewhere", "check": theirs["check"] | {"says": "the same in other words"}}
+    for seeds, scale, verdict_ in (
+        ([0, 1], "nothing", "elsewhere"),
+        ([0], "nothing", "too few seeds"),
+        ([0, 1], "another scale", "too few seeds"),
+    ):
+        theirs["seeds"], elsewhere["presets"]["test/table"]["reduces"] = seeds, scale
+        found = claims.saved(evidence, elsewhere)
+        (result,) = found["claims"][0]["checks"]
+        assert (result["verdict"], result["check"]["says"]) == (verdict_, "T1 helps")
+        assert found["factorials"] == elsewhere["factorials"]
+        assert "elsewhere" in found["versions"]
+
+
+def test_a_claim_that_is_not_confirmed_says_what_may_decide_it() -> None:
+    claim = {
+        "title": "t", "paper": "p", "note": "", "checks": [], "hypotheses": ["too few rounds", "too few seeds"],
+        "decides": "", "factorial": "rounds", "still_open": "which",
+    }  # fmt: skip
+    found: dict[str, Any] = {"claims": [claim], "presets": {}, "versions": [], "factorials": {}}
+    page = command.markdown(found)
+    assert "**What decides it?** Not known yet. Hypotheses:\n\n1. too few rounds\n2. too few seeds\n" in page
+    assert "`tools/factorials/rounds.toml`, on held-out images and seeds from 100 on: not run yet." in page
+    assert "**Still open:** which" in page
+    found["factorials"] = {"rounds": {"title": "rounds and seeds", "tables": "| rounds |\n|---|\n| 5 |\n"}}
+    assert "**Factorial** `tools/factorials/rounds.toml`: rounds and seeds\n\n| rounds |\n" in command.markdown(found)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "said"),
+    [
+        (["confirmed", "confirmed", "open"], "confirmed; 1 open"),
+        (["not run"], "not run"),
+        (["open"], "open"),
+        (["not run", "contradicted", "confirmed", "confirmed"], "2 of 4 confirmed, 1 contradicted, 1 not run"),
+    ],
+)
+def test_a_claims_verdicts_in_words(verdicts: list[str], said: str) -> None:
+    assert command.tally({"checks": [{"verdict": verdict} for verdict in verdicts]}) == said
+
+
 def test_saved_results_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     for name in ("other.json", "missing.json"):
@@ -205,7 +254,10 @@ def test_the_page_in_the_docs_is_what_the_command_writes() -> None:
     saved = read_json(DOCS / "results.json")
     assert (DOCS / "results.md").read_text() == command.markdown(saved)
     for kept, claim in zip(saved["claims"], claims.claims(), strict=True):
-        assert (kept["title"], kept["note"], kept["decides"]) == (claim.title, claim.note, claim.decides)
+        assert {k: v for k, v in kept.items() if k != "checks"} == claim.model_dump(exclude={"check"})
+        if command.tally(kept).partition(";")[0] != "confirmed":
+            assert claim.hypotheses, f"{claim.title}: what decides it?"
+            assert claim.still_open
         assert [told["check"] for told in kept["checks"]] == [c.model_dump(exclude_none=True) for c in claim.check]
     nowhere = claims.Evidence(1, Path("nowhere"))
     for name, kept in saved["presets"].items():

@@ -12,6 +12,7 @@ import torch
 import fedstill
 from fedstill.analysis import reproducing
 from fedstill.cli import presets as command
+from fedstill.methods.lkd import LKD
 from fedstill.studies import presets
 from fedstill.studies.cells import run_cells
 from fedstill.studies.presets import Preset
@@ -120,6 +121,21 @@ def test_a_sweep_over_saved_teachers_takes_one_run_a_seed(tmp_path: Path, monkey
     own = [cell.summary()["best_accuracy"] for cell in plan.cells]
     assert found["G-student", 0.0].values == own, "the run itself was made at that point"
     assert found["G-student", 0.0].values != found["G-student", 1.0].values
+
+    taught = []
+    teach = LKD.teach
+    monkeypatch.setattr(LKD, "teach", lambda self, *args: (taught.append(self.lambda3), teach(self, *args)))
+    assert entries(plan) == list(found.values())
+    assert not taught, "each student was taught before"
+    kept, _ = sorted((tmp_path / "students").iterdir())
+    kept.write_text(kept.read_text().replace('"mean": 0.', '"mean": 0.9'))
+    assert entries(plan) == list(found.values())
+    assert taught == [0.0, 1.0], "one file was changed, and its students are taught again"
+    (saved,) = (plan.cells[0].path / "teachers").glob("*.safetensors")
+    saved.write_bytes((plan.cells[1].path / "teachers" / saved.name).read_bytes())
+    values = {(e.row, e.at["lambda3"]): e.values for e in entries(plan)}
+    assert taught == [0.0, 1.0] * 2, "one run has other teachers"
+    assert values["Teacher 1", 0.0] != found["Teacher 1", 0.0].values
 
 
 def test_a_number_that_the_paper_only_bounds_is_shown_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

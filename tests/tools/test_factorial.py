@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import fedstill
+from fedstill.core.files import read_json
+from fedstill.studies import claims
 
 TOOLS = Path(__file__).parents[2] / "tools"
 SMALL: dict[str, Any] = {"fraction": 0.05, "model": "mlp", "model_options": {"hidden": [8]}, "clients": 4}
@@ -38,6 +40,11 @@ def test_every_factorial_keeps_the_seeds_that_confirm_and_says_what_it_expects(t
     assert runs.markdown().count("0 of") == 1
 
 
+def test_claims_name_factorials_that_there_are() -> None:
+    named = {claim.factorial for claim in claims.claims() if claim.factorial}
+    assert named == {path.stem for path in (TOOLS / "factorials").glob("*.toml")}
+
+
 @pytest.mark.slow
 def test_a_factors_effect_is_the_mean_paired_difference_of_its_runs(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -51,7 +58,12 @@ def test_a_factors_effect_is_the_mean_paired_difference_of_its_runs(
         )
         + 'model_options = { hidden = [8] }\n[factors]\nlr = [0.1, 0.01]\n[variants]\nFedAvg = { method = "fedavg" }\n'
     )
-    monkeypatch.setattr(sys, "argv", ["factorial.py", str(tmp_path / "f.toml"), "--out", str(tmp_path / "out")])
+    results, words = (
+        tmp_path / "results.json",
+        ["factorial.py", str(tmp_path / "f.toml"), "--out", str(tmp_path / "out")],
+    )
+    results.write_text('{"claims": []}')
+    monkeypatch.setattr(sys, "argv", [*words, "--results", str(results)])
     tool.main()
     printed = capsys.readouterr().out
     assert (tmp_path / "out" / "table.md").read_text() == printed[:-1]
@@ -63,6 +75,10 @@ def test_a_factors_effect_is_the_mean_paired_difference_of_its_runs(
     effect = sum(runs[0.01, seed] - runs[0.1, seed] for seed in (100, 101)) / 2
     assert f"| lr | 0.01 | {100 * effect:+.2f} [" in printed
     assert "4 of 4 runs" in printed
+    saved = read_json(results)
+    assert saved["claims"] == []
+    assert saved["factorials"]["f"]["title"] == "t"
+    assert printed.endswith(saved["factorials"]["f"]["tables"] + "\n")
 
 
 def test_images_are_held_out_of_the_training_images_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from fedstill.analysis.reproducing import unit
 from fedstill.cli.commands import console
 from fedstill.cli.presets import duration
-from fedstill.core.errors import SettingError
+from fedstill.core.errors import DataError, SettingError
 from fedstill.core.files import read_json, write_atomic, write_json
 from fedstill.metrics.statistics import ENOUGH, detectable
 from fedstill.running.directory import without_nan
@@ -26,9 +26,18 @@ Saved = dict[str, Any]
 
 
 def carry_on(
-    *, seeds: int, data_dir: str | None, jobs: int, out: Path, page: Path | None, finished: bool, dry_run: bool
+    *,
+    seeds: int,
+    data_dir: str | None,
+    jobs: int,
+    out: Path,
+    page: Path | None,
+    finished: bool,
+    earlier: Path | None,
+    dry_run: bool,
 ) -> None:
     """Run what is not finished, unless only `finished` runs are to count, and write the page."""
+    known = _read(earlier) if earlier else None
     evidence = Evidence(seeds, out / "cells", **({"data_dir": data_dir} if data_dir else {}))
     every = [cell for claim in claims() for check in claim.check for cell in evidence.cells(check)]
     cells = list({cell.path: cell for cell in every}.values())
@@ -45,9 +54,9 @@ def carry_on(
     if not finished:
         with AllRuns(console, cells) as display:
             run_cells(cells, jobs=jobs, watcher=display)
-    elif len(todo) == len(cells):
+    elif len(todo) == len(cells) and not known:
         raise SettingError(f"no run in {out / 'cells'} is finished")
-    found = without_nan(saved(evidence))
+    found = without_nan(saved(evidence, known))
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "claims.json", found)
     say(found, markdown(found), out / "claims.json", page or out / "claims.md")
@@ -55,12 +64,17 @@ def carry_on(
 
 def show(source: Path, page: Path | None) -> None:
     """Write the page of results that were saved before."""
+    found = _read(source)
+    say(found, markdown(found), source, page)
+
+
+def _read(source: Path) -> Saved:
     try:
         found: Saved = read_json(source)
-        text = markdown(found)
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        markdown(found)
+    except (OSError, DataError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise SettingError(f"{source} is not what 'fedstill claims' saves: {error!r}") from error
-    say(found, text, source, page)
+    return found
 
 
 def say(found: Saved, text: str, source: Path, page: Path | None) -> None:
@@ -81,14 +95,14 @@ def say(found: Saved, text: str, source: Path, page: Path | None) -> None:
 def tally(claim: Saved) -> str:
     """A claim's verdicts in words."""
     counted = Counter(result["verdict"] for result in claim["checks"])
-    judged = sum(n for verdict, n in counted.items() if verdict != "open")
-    if not judged:
+    open_ = counted.pop("open", 0)
+    if not counted:
         return "open"
-    beside = f"; {counted['open']} open" if counted["open"] else ""
-    if counted["confirmed"] == judged:
-        return "confirmed" + beside
     order = ("confirmed", "contradicted", "not seen at this scale", "too few seeds", "not run")
-    return ", ".join(f"{counted[v]} {v}" for v in order if counted[v]) + f" of {judged}" + beside
+    first, *others = (verdict for verdict in order if counted[verdict])
+    told = f"{counted[first]} of {counted.total()} {first}" if others else first
+    told += "".join(f", {counted[verdict]} {verdict}" for verdict in others)
+    return told + (f"; {open_} open" if open_ else "")
 
 
 def difference(result: Saved) -> str:
@@ -128,28 +142,76 @@ def _interval(result: Saved, d: Saved) -> str:
 HEAD = """\
 # What the papers claim, and what our runs show
 
-`fedstill claims` writes this page; nothing in it is written by hand. Each number comes from a run directory of a preset
-at its cpu scale, which two cores can do, so that sizes, networks and some datasets are smaller than the papers' (see
-the end). To carry it all out again:
+fedstill has the tables and figures of five papers on federated learning where the clients' data differ. This page takes
+their main claims one by one, says how we checked each, and what came out, also where it is not what the paper says.
+
+- **FedKF** (Zhou et al. 2022, [arXiv:2207.11447](https://arxiv.org/abs/2207.11447)): clients learn from the mean of all
+  clients' latest models, on a generator's samples. **T1** is the first half of it, and can be added to any method: the
+  model is the mean of every client's latest one, also of those that did not take part in the round.
+- **FedGKD** (Yao et al. 2022, [arXiv:2107.00051](https://arxiv.org/abs/2107.00051)): the mean of the last global models
+  teaches every client. **VOTE**: each of them does, weighted by its loss on the server's samples.
+- **F2L** (Nguyen et al. 2022, [arXiv:2209.14520](https://arxiv.org/abs/2209.14520)): regions train alone for an
+  episode; then their models teach a global student on labelled samples of the server, each by its reliability on the
+  class (**LKD**), or are averaged once they agree.
+- **DaFKD** (Wang et al., CVPR 2023): the clients' models teach the global one on generated samples; each counts as far
+  as its discriminator takes such samples for its own.
+- **FedHyb** (Liu et al. 2024): clients teach their own sub-networks, and the server distils the clients' models on
+  proxy data.
+
+FedAvg, FedProx and q-FFL are the baselines that these papers compare themselves with.
+[Which method for what](choose-a-method.md), [glossary](glossary.md).
+
+## How to read it
+
+`fedstill claims` writes this page. No number in a table was written by hand: each is read from run directories of a
+[preset](reproduce.md), a paper's table or figure as a file of settings, at the `cpu` scale, which two cores can do:
+networks and numbers of samples, clients and rounds are smaller than the papers', and some datasets are others
+([the list](#the-runs)). To carry it all out again:
 
     fedstill claims --seeds 5 --data-dir DATA
 
-A check compares two rows of a preset on the same seeds: same partition, same schedule of clients, same initial weights.
-The interval is the 95 % confidence interval of the mean paired difference (Student's). All verdicts are about this
-scale. **Confirmed**: the interval lies on the side that the paper says, or, where a check has a margin ("within",
-"not more than"), inside it. **Contradicted**: on the other side, or outside the margin. **Not seen at this scale**: the
-interval leaves it open; that is no evidence against a claim, least of all where most seeds agree with it. Fewer than
-{enough} seeds are not judged; open questions are measured and not judged. **Seen from**: the smallest true difference
-that so many seeds would show in four cases of five, from how much their differences vary. Where the paper's difference
-is smaller than that, no verdict could be expected.
+A check compares two things on the same seeds: the same data partition, schedule of clients and initial weights. *alpha*
+says how even the partition is: at 100 all clients hold about the same, at 0.01 each holds hardly more than one class.
+The columns:
+
+- **measured**: accuracies are in percent, of the model that the check names. *Final* is the mean of the last five
+  evaluations, *best* the highest one; chance is 10 % for ten classes. *AMP* is the mean accuracy over the clients' own
+  test samples, *WLP* that of the worst-served client, *FM* the variance between clients, smaller is fairer. *Roughness*
+  is the standard deviation of the change from one evaluation to the next, over the second half of them: smaller is
+  steadier.
+- **mean**, **compared with**: the means over the seeds of what the check is about, and of what it is compared with.
+  Where a check compares two gaps ("by more at …"), these are the gaps.
+- **difference**: of these two, with the 95 % confidence interval of the mean paired difference (Student's).
+- **seen from**: the smallest true difference that so many seeds would show in four cases of five, from how much their
+  differences vary. Where the paper's difference is smaller than that, no verdict could be expected.
+- **seeds**: on how many of them the sign is the one expected.
+- **paper**: the paper's difference, where it prints the numbers.
+
+The verdicts, all about this scale:
+
+- **confirmed**: the interval lies on the side that the paper says, or, where a check has a margin ("within", "not more
+  than"), inside it.
+- **contradicted**: it lies on the other side, or outside the margin.
+- **not seen at this scale**: the interval leaves it open; that is no evidence against a claim, least of all where most
+  seeds agree with it.
+- **open**: a question on which the paper says nothing, or both; measured and not judged.
+- **too few seeds**: fewer than {enough} are not judged. **not run**: declared, and still to be run.
 
 Of {judged} intervals that are judged about one in twenty misses by chance alone, and many share runs: a verdict whose
 interval nearly touches zero is worth little. The number of seeds was fixed beforehand; adding seeds until an interval
 clears zero would make these intervals false. Hyper-parameters are the papers', beside what a preset says it reduces;
-none was chosen by results. Where a scale was changed after results had been seen, the claim's note says so. "Final" is
-the mean of the last five evaluations. Accuracies are in percent; roughness is the standard deviation of the change from
-one evaluation to the next, over the second half of them.
+none was chosen by results. Where a scale was changed after results had been seen, the claim's note says so.
+
+## The claims
 """
+_MEASURED = {
+    "top1": "accuracy",
+    "final_top1": "final accuracy",
+    "global_acc": "final accuracy",
+    "best_top1": "best accuracy",
+    "top1_at_round": "accuracy after round {round}",
+    "taught": "share that distils",
+}
 
 
 def markdown(found: Saved) -> str:
@@ -166,24 +228,45 @@ def markdown(found: Saved) -> str:
             "",
             f"Claimed in: {claim['paper']}. **{_capital(tally(claim))}.**",
             *(["", claim["note"]] if claim.get("note") else []),
-            *(["", f"**What decides it.** {claim['decides']}"] if claim.get("decides") else []),
         ]
-        lines += ["", "| check | preset | in | ours | against | difference | seen from | seeds | paper | verdict |"]
+        lines += ["", "| check | preset | measured | mean | compared with | difference | seen from | seeds | paper |"]
+        lines[-1] += " verdict |"
         lines.append("|---|---|---|--:|--:|--:|--:|--:|--:|---|")
         lines += [_line(result) for result in claim["checks"]]
+        lines += _what_decides(claim, found.get("factorials", {}))
     lines += ["", "## The runs", "", "What each preset reduces, and its settings at the cpu scale:", ""]
+    described: dict[str, str] = {}
     for name, preset in found["presets"].items():
-        settings = ", ".join(f"{key} {value}" for key, value in preset["settings"].items())
-        lines.append(f"- `{name}` ({preset['title']}). Reduced: {preset['reduces']}. Settings: {settings}.")
+        settings = ", ".join(f"{key} {_plain(value)}" for key, value in preset["settings"].items())
+        scale = f"Reduced: {preset['reduces']}. Settings: {settings}."
+        same = described.setdefault(scale, name)
+        lines.append(f"- `{name}` ({preset['title']}). " + (scale if same == name else f"Scale as `{same}`."))
     runs = {run for claim in found["claims"] for result in claim["checks"] for run in result["runs"]}
     versions = "; ".join(", ".join(f"{k} {v}" for k, v in json.loads(each).items()) for each in found["versions"])
     lines += ["", f"{len(runs)} runs. Versions: {versions}.", ""]
     return "\n".join(lines)
 
 
+def _what_decides(claim: Saved, factorials: Saved) -> list[str]:
+    """Of a claim that is not confirmed: why that may be, and what is known about it."""
+    if not claim.get("hypotheses"):
+        return []
+    lines = ["", f"**What decides it?** {claim['decides'] or 'Not known yet.'} Hypotheses:", ""]
+    lines += [f"{number}. {hypothesis}" for number, hypothesis in enumerate(claim["hypotheses"], 1)]
+    if name := claim["factorial"]:
+        file = f"`tools/factorials/{name}.toml`"
+        if name in factorials:
+            factorial = factorials[name]
+            lines += ["", f"**Factorial** {file}: {factorial['title']}", "", factorial["tables"].strip()]
+        else:
+            lines += ["", f"**Factorial** {file}, on held-out images and seeds from 100 on: not run yet."]
+    return [*lines, "", f"**Still open:** {claim['still_open']}"] if claim["still_open"] else lines
+
+
 def _line(result: Saved) -> str:
     check = result["check"]
-    cells = [check["says"], f"`{check['preset']}`", check["metric"]]
+    measured = _MEASURED.get(check["metric"], check["metric"]).format(**check["of"][0])
+    cells = [check["says"], f"`{check['preset']}`", measured]
     if "difference" in result:
         means = [_in_unit(result, sum(result[side]) / len(result[side]), "") for side in ("of", "than")]
         paper = _in_unit(result, result["paper"]) if "paper" in result else "–"
@@ -191,6 +274,10 @@ def _line(result: Saved) -> str:
     else:
         cells += [""] * 6
     return "| " + " | ".join([*cells, result["verdict"]]) + " |"
+
+
+def _plain(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _capital(text: str) -> str:

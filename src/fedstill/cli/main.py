@@ -213,6 +213,9 @@ def claims(
     ),
     page: Annotated[Path | None, typer.Option(help=r"Where to write the page. \[OUT/claims.md]")] = None,
     finished: Annotated[bool, typer.Option("--finished", help="Run nothing: judge by what is finished.")] = False,
+    earlier: Annotated[
+        Path | None, typer.Option(help="Saved results of runs elsewhere, kept where they have more seeds than here.")
+    ] = None,
     saved: Annotated[Path | None, typer.Option(help="Only write the page of results that were saved here.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be run, and for how long.")] = False,
 ) -> None:
@@ -220,6 +223,7 @@ def claims(
 
     \b
     fedstill claims --seeds 5 --data-dir DATA
+    fedstill claims --finished --earlier docs/results.json --page docs/results.md
     fedstill claims --saved docs/results.json --page docs/results.md
 
     Interrupted, the same command goes on where it stopped. It takes hours; --finished shows what there is.
@@ -228,7 +232,16 @@ def claims(
     if saved:
         command.show(saved, page)
         return
-    command.carry_on(seeds=seeds, data_dir=data_dir, jobs=jobs, out=out, page=page, finished=finished, dry_run=dry_run)
+    command.carry_on(
+        seeds=seeds,
+        data_dir=data_dir,
+        jobs=jobs,
+        out=out,
+        page=page,
+        finished=finished,
+        earlier=earlier,
+        dry_run=dry_run,
+    )
 
 
 @app.command(rich_help_panel="Look")

@@ -27,6 +27,7 @@ log.txt             what happened when
 A folder of several runs, as `fedstill compare` makes, also has:
 
 comparison.json     every number of the comparison, its runs in the order of its tables
+students/           how accurate students of saved teachers were, so that presets and claims teach none twice
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ COUNTS = "counts.json"
 RECEIVED = "received.jsonl"
 LOG = "log.txt"
 COMPARISON = "comparison.json"  # beside run directories
+STUDENTS = "students"  # beside run directories
 
 INPUTS = (TOKENIZER, PREPROCESSING, FROZEN)  # written before the first round
 RESULTS = (SUMMARY, CLIENTS, MODEL, DESCRIPTION, CURVES)  # written at the end

@@ -64,7 +64,11 @@ class Claim(_Table):
     title: str
     paper: str
     note: str = ""  # what a reader must know to trust the verdicts
-    decides: str = ""  # of what is not confirmed: the hypotheses why, and what has been found out about them
+    # Of what is not confirmed:
+    hypotheses: list[str] = Field(default_factory=list)  # why, and of each whether it has been tested
+    decides: str = ""  # what has been found out about them
+    factorial: str = ""  # what tests them: a file of tools/factorials, without .toml
+    still_open: str = ""
     check: list[Check] = Field(min_length=1)
 
 
@@ -225,25 +229,42 @@ def verdict(expect: Expectation, found: Paired, margin: float = 0.0) -> str:
     return "confirmed" if supported else "contradicted" if refuted else "not seen at this scale"
 
 
-def saved(evidence: Evidence) -> dict[str, Any]:
-    """Every claim with its findings, and the settings of the runs behind them, as data."""
-    found = [(claim, [finding(check, evidence) for check in claim.check]) for claim in claims()]
+def saved(evidence: Evidence, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Every claim with its findings, and the settings of the runs behind them, as data.
+
+    Of `earlier` results, whose runs may be elsewhere, a check's are kept where they have more seeds.
+    """
+    earlier = earlier or {"versions": [], "presets": {}, "claims": [], "factorials": {}}
     used = list(dict.fromkeys(check.preset for claim in claims() for check in claim.check))
-    cells = [cell for claim, _ in found for check in claim.check for cell in evidence.cells(check) if cell.finished]
-    return {
-        "versions": sorted({json.dumps(cell.summary().get("versions", {}), sort_keys=True) for cell in cells}),
-        "presets": {name: described(evidence.plan(name)) for name in used},
-        "claims": [
-            {
-                "title": claim.title,
-                "paper": claim.paper,
-                "note": claim.note,
-                "decides": claim.decides,
-                "checks": [_as_data(f, evidence) for f in findings],
-            }
-            for claim, findings in found
-        ],
+    described_presets = {name: described(evidence.plan(name)) for name in used}
+    known = {
+        _question(result["check"]): result
+        for claim in earlier["claims"]
+        for result in claim["checks"]
+        if earlier["presets"].get(result["check"]["preset"]) == described_presets.get(result["check"]["preset"])
     }
+
+    def result(check: Check) -> dict[str, Any]:
+        here = _as_data(finding(check, evidence), evidence)
+        there = known.get(_question(here["check"]), here)
+        return there | {"check": here["check"]} if len(there["seeds"]) > len(here["seeds"]) else here
+
+    cells = [cell for claim in claims() for check in claim.check for cell in evidence.cells(check) if cell.finished]
+    versions = {json.dumps(cell.summary().get("versions", {}), sort_keys=True) for cell in cells}
+    return {
+        "versions": sorted(versions.union(earlier["versions"])),
+        "presets": described_presets,
+        "claims": [
+            claim.model_dump(exclude={"check"}) | {"checks": [result(check) for check in claim.check]}
+            for claim in claims()
+        ],
+        "factorials": earlier.get("factorials", {}),
+    }
+
+
+def _question(check: Mapping[str, Any]) -> str:
+    """A check but for its words."""
+    return json.dumps({key: value for key, value in check.items() if key != "says"}, sort_keys=True)
 
 
 def _as_data(found: Finding, evidence: Evidence) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from fedstill.aggregate.mean import weighted_mean
 from fedstill.building.config import IRRELEVANT, Config, anchored
 from fedstill.building.setup import prepare
 from fedstill.methods import registry
@@ -26,7 +25,7 @@ from fedstill.studies import presets
 from fedstill.studies.cells import Cell
 from fedstill.studies.comparison import to_target
 from fedstill.studies.presets import METRICS, Point, Preset, Reduction, Scale
-from fedstill.studies.reteach import SavedEpisode
+from fedstill.studies.reteach import accuracies
 
 BASELINE = "FedAvg"
 MEAN = "Mean of teachers"  # where the student starts
@@ -290,14 +289,13 @@ def student_accuracies(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[str, 
     students: list[list[float | None]] = [[] for _ in points]
     teachers: dict[str, list[float | None]] = {}
     for seed in seeds:
-        saved = SavedEpisode(plan.runs[0][1][seed].path)
-        for n, model in enumerate(saved.teachers.values(), 1):
-            teachers.setdefault(f"Teacher {n}", []).append(saved.accuracy(model))
-        mean = weighted_mean((model, 1) for model in saved.teachers.values())
-        teachers.setdefault(MEAN, []).append(saved.accuracy(mean))
-        for values, student in zip(students, saved.teach([point.config.hyper for point in points]), strict=True):
-            values.append(student.accuracy)
+        found = accuracies(plan.runs[0][1][seed].path, [point.config.hyper for point in points])
+        for n, accuracy in enumerate(found.teachers, 1):
+            teachers.setdefault(f"Teacher {n}", []).append(accuracy)
+        teachers.setdefault(MEAN, []).append(found.mean)
+        for values, accuracy in zip(students, found.students, strict=True):
+            values.append(accuracy)
     for point, values in zip(points, students, strict=True):
-        for teacher, accuracies in teachers.items():
-            yield teacher, point.at, accuracies
+        for teacher, of_teacher in teachers.items():
+            yield teacher, point.at, of_teacher
         yield point.row, point.at, values

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedstill.aggregate.mean import weighted_mean
+from fedstill.building.config import IRRELEVANT, anchored
 from fedstill.building.setup import Setup
 from fedstill.core import tree
-from fedstill.core.errors import SettingError
+from fedstill.core.errors import DataError, SettingError
+from fedstill.core.files import read_sealed_json, sha256, write_sealed_json
 from fedstill.methods import registry
 from fedstill.methods.base import Server
+from fedstill.running import files
 from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import prepare_again
 from fedstill.running.machine import one_thread, server_threads
+from fedstill.running.records import versions
 from fedstill.train.evaluate import score
 
 
@@ -42,11 +49,18 @@ class SavedEpisode:
         self.number = max(saved) if number is None else number
         if self.number not in saved:
             raise SettingError(f"episode {self.number}: those saved are {', '.join(map(str, sorted(saved)))}")
-        self.setup: Setup = prepare_again(self.directory, self.directory.config())
-        episode = tree.decode(saved[self.number].read_bytes())
+        self.config = self.directory.config()
+        content = saved[self.number].read_bytes()
+        self.digest = sha256(content)
+        episode = tree.decode(content)
         self.old: Tensor = episode["old"]
         self.teachers: dict[str, Tensor] = episode["teachers"]
         self.round: int = episode["round"]
+
+    @cached_property
+    def setup(self) -> Setup:
+        """The run's data and network, which take a while."""
+        return prepare_again(self.directory, self.config)
 
     def accuracy(self, model: Tensor) -> float:
         """Of any of the models, on the global test set."""
@@ -57,7 +71,7 @@ class SavedEpisode:
 
     def teach(self, variants: Sequence[Mapping[str, Any]]) -> Iterator[TaughtStudent]:
         """The stage with each of several groups of the method's settings, one after the other."""
-        config = self.setup.config
+        config = self.config
         methods = [registry.make(config.method, config.hyper | dict(variant)) for variant in variants]
         for variant, method in zip(variants, methods, strict=True):
             federation = self.setup.federation
@@ -66,7 +80,7 @@ class SavedEpisode:
                 federation.sizes,
                 self.directory.server_store,
                 self.setup.pool(),
-                threads=server_threads(self.setup.config),
+                threads=server_threads(config),
             )
             server.model, server.round = self.old, self.round
             began = time.perf_counter()
@@ -74,3 +88,47 @@ class SavedEpisode:
                 method.merge(server, list(self.teachers.values()))
             seconds = time.perf_counter() - began
             yield TaughtStudent(dict(variant), self.accuracy(server.model), seconds)
+
+
+@dataclass(frozen=True)
+class Accuracies:
+    """Of the models at the end of a run's last saved episode, and of students that they teach."""
+
+    teachers: list[float]
+    mean: float  # of the teachers' mean, with which a student starts
+    students: list[float]  # of each group of settings
+
+
+def accuracies(run: Path, variants: Sequence[Mapping[str, Any]]) -> Accuracies:
+    """Those of one run. They are computed once, and kept in a file beside the run directory."""
+    saved = SavedEpisode(run)
+    of = _all_that_counts(saved, variants)
+    file = run.parent / files.STUDENTS / f"{sha256(json.dumps(of, sort_keys=True).encode())[:16]}.json"
+    try:
+        kept = read_sealed_json(file)
+        if kept["of"] == of:
+            return Accuracies(**kept["accuracies"])
+    except (FileNotFoundError, DataError, LookupError, TypeError):
+        pass  # it is not there, or is damaged, and is made again
+    teachers = list(saved.teachers.values())
+    found = Accuracies(
+        [saved.accuracy(model) for model in teachers],
+        saved.accuracy(weighted_mean((model, 1) for model in teachers)),
+        [student.accuracy for student in saved.teach(variants)],
+    )
+    file.parent.mkdir(exist_ok=True)
+    write_sealed_json(file, {"of": of, "accuracies": asdict(found)})
+    return found
+
+
+def _all_that_counts(saved: SavedEpisode, variants: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What students depend on: teachers, settings, and the versions of what teaches them."""
+    config = anchored(saved.config)
+    found = {
+        "teachers": saved.digest,
+        "settings": {k: v for k, v in config.model_dump(mode="json").items() if k not in IRRELEVANT},
+        "variants": [dict(variant) for variant in variants],
+        "revision": sum(part.revision for part in registry.find(config.method)),
+        "versions": versions(),
+    }
+    return dict(json.loads(json.dumps(found, default=str)))

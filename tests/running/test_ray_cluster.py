@@ -1,0 +1,280 @@
+"""Runs on a Ray cluster of two nodes: the same bits as in one process, whoever dies, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fedstill
+from fedstill.building.config import resolve
+from fedstill.building.setup import prepare
+from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.store import Store
+from fedstill.core.tree import Message
+from fedstill.data.dataset import Split
+from fedstill.engine import ray_cluster, ray_connection
+from fedstill.engine.worker import Worker
+from support.engines import Remembering, Suicidal, all_client_states, command, environment, rounds_written
+from support.guards import start
+from support.quick import QUICK
+from support.runs import SMALL, RunSmall, numbers, weights
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes with a core each, which RAY_ADDRESS names; connecting takes a second, so that runs share one."""
+    ray = ray_connection.load("a cluster")
+    from ray.cluster_utils import Cluster
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ray_connection._silent(),
+        tempfile.TemporaryDirectory(prefix="fs-", ignore_cleanup_errors=True) as folder,
+    ):
+        patch.setenv("RAY_TMPDIR", folder)  # of a short name: there are sockets in it
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        cluster.add_node(num_cpus=1, num_gpus=1)
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        with ray_connection.connected("", cores=99):
+            yield cluster
+        cluster.shutdown()
+        assert not ray.is_initialized()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "fedavg": {"together": 2},  # clients in groups
+    "scaffold": {},  # clients with state
+    "fedkf": QUICK["fedkf"],  # a generator at every client
+    "feddf": {"pool": 60, "proxy": "pool"},  # a server that distils, and samples that are held twice
+    "dafkd": QUICK["dafkd"],  # three kinds of networks, sent both ways
+    "fedavg+ccvr": {},  # a last exchange
+    "fedavg+f2l": {"regions": 2, "participation": 1.0, "pool": 60},
+}
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("method", KINDS)
+def test_same_bits_as_in_one_process(run_small: RunSmall, method: str) -> None:
+    settings = {"rounds": 2} | KINDS[method]
+    ours, rays = run_small(method, **settings), run_small(method, **settings, engine="ray")
+    assert torch.equal(weights(ours), weights(rays))
+    for row in (*ours.records, *rays.records):
+        row.get("episode", {}).pop("server_seconds", None)
+    assert numbers(ours) == numbers(rays)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_resumed_after_every_round_gives_the_same_bits_also_in_a_run_of_flowers(
+    run_small: RunSmall, tmp_path: Path
+) -> None:
+    whole = run_small(Remembering(), rounds=3, out=tmp_path / "whole")
+    run_small(Remembering(), rounds=1, out=tmp_path / "parts", engine="ray")
+    fedstill.resume(tmp_path / "parts", method=Remembering(), rounds=2)
+    config = tmp_path / "parts/config.toml"
+    lines = config.read_text().replace('engine = "ray"', 'engine = "flower"').splitlines()
+    config.write_text("\n".join([*lines[:-1], "# sha256 of the lines above: unchecked", ""]))
+    last = fedstill.resume(tmp_path / "parts", method=Remembering(), rounds=3)
+    assert last.config.engine == "ray"
+    assert torch.equal(weights(last), weights(whole))
+    assert numbers(last) == numbers(whole)
+    states, expected = all_client_states(tmp_path / "parts"), all_client_states(tmp_path / "whole")
+    assert states.keys() == expected.keys()
+    assert all(torch.equal(states[k]["past"], expected[k]["past"]) for k in expected)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_more_clients_than_may_be_under_way_answer_in_their_order(run_small: RunSmall) -> None:
+    settings = {"clients": 40, "participation": 1.0, "rounds": 1, "fraction": 0.2}
+    assert torch.equal(weights(run_small(**settings)), weights(run_small(**settings, engine="ray")))
+
+
+OWN = """
+from dataclasses import dataclass
+import fedstill
+from beside import half
+
+@dataclass(frozen=True)
+class Halving(fedstill.FedAvg):
+    def uplink(self, client):
+        return {"model": half(client.weights)}
+"""
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_no_node_can_import_works(run_small: RunSmall, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Typed(fedstill.FedAvg):
+        """As typed into a notebook; it reads a file by a relative path."""
+
+        def uplink(self, client: fedstill.Client) -> Message:
+            return {"model": client.weights * float(Path("factor.txt").read_text())}
+
+    monkeypatch.chdir(tmp_path)
+    Path("factor.txt").write_text("0.5")
+    settings = {"model": lambda: nn.Sequential(nn.Flatten(), nn.Linear(256, 10)), "rounds": 1}
+    ours = run_small(Typed(), **settings)
+    assert torch.equal(weights(ours), weights(run_small(Typed(), **settings, engine="ray")))
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "mine.py").write_text(OWN)
+    (folder / "beside.py").write_text("def half(x):\n    return x * 0.5\n")
+    actor_start = ray_cluster._Actor._start
+
+    def elsewhere(self: Any, stored: Any, home: dict[str, Any]) -> str:
+        return actor_start(self, stored, home | {"path": []})
+
+    monkeypatch.setattr(ray_cluster._Actor, "_start", elsewhere)
+    of_a_file = run_small("./own/mine.py:Halving", **settings, engine="ray")
+    assert torch.equal(weights(ours), weights(of_a_file))
+
+
+@dataclass(frozen=True)
+class Failing(fedstill.FedAvg):
+    """Client work that fails in the second round."""
+
+    told: bool = False
+
+    def uplink(self, client: fedstill.Client) -> Message:
+        if client.round == 2:
+            raise FedstillError("the scanner is switched off") if self.told else ValueError("boom")
+        return super().uplink(client)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_errors_arrive(run_small: RunSmall, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FedstillError, match=r"(?s)client work failed:\nTraceback.*in uplink.*ValueError: boom"):
+        run_small(Failing(), engine="ray")
+    with pytest.raises(FedstillError, match=r"^the scanner is switched off$"):
+        run_small(Failing(told=True), engine="ray")
+    lock = threading.Lock()
+
+    def make() -> nn.Module:
+        with lock:
+            return nn.Sequential(nn.Flatten(), nn.Linear(256, 10))
+
+    with pytest.raises(FedstillError, match="engine = 'ray' cannot give this run to its workers"):
+        run_small(model=make, engine="ray")
+    with pytest.raises(FedstillError, match="PyTorch sees no GPUs here"):
+        run_small(engine="ray", worker_gpus=0.5)
+    monkeypatch.setattr(ray_cluster, "_versions", lambda: "fedstill 0.0")
+    with pytest.raises(FedstillError, match=r"of the Ray cluster has fedstill .* started with fedstill 0\.0; install"):
+        run_small(engine="ray")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_there_are_as_many_workers_as_there_is_room_for(tmp_path: Path) -> None:
+    setup = prepare(resolve(SMALL))
+    worker = Worker(setup.task, setup.federation, fedstill.FedAvg(), Store(tmp_path))
+    room = {(n, gpus): ray_cluster.RayCluster(worker, n, cores=9, gpus=gpus)._room() for n in (0, 5) for gpus in (0, 1)}
+    assert room == {(0, 0): 2, (0, 1): 1, (5, 0): 5, (5, 1): 5}  # cores, GPUs, and what was asked for
+
+
+@pytest.mark.usefixtures("cluster")
+def test_samples_are_read_where_they_lie_and_keep_their_layout() -> None:
+    import ray
+
+    images = (
+        torch.arange(2 * 3 * 4 * 4, dtype=torch.uint8).view(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    )
+    both = Split(images, torch.tensor([1, 0])), Split(images, torch.tensor([1, 1]), torch.zeros(0, dtype=torch.int64))
+    one, other = ray.get(ray_connection.put(both, "samples"))
+    assert torch.equal(one.x, images)
+    assert one.x.is_contiguous(memory_format=torch.channels_last)
+    assert one.x.data_ptr() == other.x.data_ptr()
+    assert (one.y.tolist(), other.y.tolist(), one.client, other.client.tolist()) == ([1, 0], [1, 1], None, [])
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_worker_that_dies_is_replaced_and_two_by_the_same_client_end_the_run(
+    run_small: RunSmall, tmp_path: Path
+) -> None:
+    flag = tmp_path / "died"
+    survived = run_small(Suicidal(flag=str(flag)), participation=1.0, rounds=2, engine="ray")
+    assert flag.exists()
+    assert torch.equal(weights(survived), weights(run_small(participation=1.0, rounds=2)))
+    with pytest.raises(FedstillError, match=r"^client 3 in round 2, network cnn \(Stacked\), ended its worker 2 times"):
+        run_small(Suicidal(flag=str(flag), always=True), participation=1.0, engine="ray")
+
+
+@dataclass(frozen=True)
+class Unplugged(fedstill.FedAvg):
+    """A node that goes down while a client of round 2 is at work there."""
+
+    node: str = ""
+
+    def uplink(self, client: fedstill.Client) -> Message:
+        import ray
+
+        if client.round == 2 and ray.get_runtime_context().get_node_id() == self.node:
+            os.kill(os.getppid(), signal.SIGKILL)  # the node's own process
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().uplink(client)
+
+
+def test_a_node_that_dies_in_a_round_changes_no_bit(cluster: Any, run_small: RunSmall, tmp_path: Path) -> None:
+    node = cluster.add_node(num_cpus=1)
+    settings = {"participation": 1.0, "rounds": 2}
+    survived = run_small(Unplugged(node=node.node_id), **settings, engine="ray", workers=3, out=tmp_path / "run")
+    assert "or the node is gone; it is tried once more" in (tmp_path / "run/log.txt").read_text()
+    assert torch.equal(weights(survived), weights(run_small(**settings)))
+    cluster.remove_node(node, allow_graceful=False)
+
+
+def test_a_wrong_address_and_a_missing_library_are_one_line(
+    run_small: RunSmall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingError, match=r"outside a cluster; start fedstill on a node"):
+        run_small(engine="ray", ray_address="ray://10.0.0.1:10001")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SettingError, match=r"^engine = 'ray' needs: pip install 'fedstill\[ray\]'$"):
+        run_small(engine="ray")
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A folder for temporary files, of a short name: Ray has sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="fs-") as folder:
+        yield Path(folder)
+
+
+def started_with(scratch: Path) -> list[str]:
+    """What still runs of all that was started with this folder for temporary files."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"TMPDIR={scratch}".encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text())
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def test_ctrl_c_on_the_command_line_leaves_nothing_and_says_nothing_of_ray(tmp_path: Path, scratch: Path) -> None:
+    words = command(tmp_path, tmp_path / "run", engine="ray", workers=1, rounds=99)
+    variables = {key: value for key, value in environment().items() if not key.startswith("RAY_")}
+    process = start(*words, env=variables | {"TMPDIR": str(scratch)}, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and rounds_written(tmp_path / "run") < 1:
+        time.sleep(0.01)
+    assert started_with(scratch)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, told = process.communicate()
+    assert process.returncode == 130, told
+    assert "ray" not in told.lower()
+    assert not started_with(scratch)
+    assert not list(scratch.glob("fedstill-*"))

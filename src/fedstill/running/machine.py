@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import get_args
 
 import torch
 
 from fedstill.building.config import Config
 from fedstill.core import device
-from fedstill.core.errors import SettingError
+from fedstill.core.errors import SettingError, unknown
 from fedstill.engine.base import Engine, Inline
 from fedstill.engine.process import Processes
 from fedstill.engine.worker import Worker
@@ -46,6 +47,14 @@ def check_engine(config: Config) -> None:
     elif config.worker_gpus or config.ray_address:
         name = "worker_gpus" if config.worker_gpus else "ray_address"
         raise SettingError(f"{name} is for engine = 'ray', and engine is {config.engine!r}; leave one of them out")
+
+
+def on_engine(config: Config, engine: str) -> Config:
+    """The same settings for another engine."""
+    if engine not in (known := get_args(Config.model_fields["engine"].annotation)):
+        raise unknown("engine", engine, known)
+    only_ray = {} if engine == "ray" else {"ray_address": "", "worker_gpus": 0.0}
+    return config.model_copy(update={"engine": engine, **only_ray})
 
 
 def server_threads(config: Config) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,7 +39,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes with a core each, which RAY_ADDRESS names; connecting takes a second, so that runs share one."""
+    """Two nodes with a core each, to which all runs of this process are connected, and whose workers they share.
+
+    A worker that starts imports PyTorch, which takes longer than these runs.
+    """
     ray = ray_connection.load("a cluster")
     from ray.cluster_utils import Cluster
 
@@ -51,10 +55,37 @@ def cluster() -> Iterator[Any]:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         cluster.add_node(num_cpus=1, num_gpus=1)
         patch.setenv("RAY_ADDRESS", cluster.address)
+        patch.setattr(ray_cluster, "_remote", lambda gpus: idle)
+        patch.setattr(ray_cluster.RayCluster, "close", lambda engine: idle.take_from(engine))
         with ray_connection.connected("", cores=99):
             yield cluster
-        cluster.shutdown()
         assert not ray.is_initialized()
+        cluster.shutdown()
+
+
+class Idle:
+    """Workers that have nothing to do; a run that needs more starts one."""
+
+    def __init__(self) -> None:
+        self._actors: list[Any] = []
+        self._make, self._close = ray_cluster._remote, ray_cluster.RayCluster.close
+
+    def remote(self) -> Any:
+        return self._actors.pop() if self._actors else self._make(0.0).remote()
+
+    def take_from(self, engine: ray_cluster.RayCluster) -> None:
+        self._actors += [handle.actor for handle in engine._handles]
+        engine._handles = []
+        self._close(engine)
+
+    def end(self) -> None:
+        import ray
+
+        while self._actors:
+            ray.kill(self._actors.pop())
+
+
+idle = Idle()
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -134,14 +165,19 @@ def test_what_no_node_can_import_works(run_small: RunSmall, monkeypatch: pytest.
     folder.mkdir()
     (folder / "mine.py").write_text(OWN)
     (folder / "beside.py").write_text("def half(x):\n    return x * 0.5\n")
-    actor_start = ray_cluster._Actor._start
-
-    def elsewhere(self: Any, stored: Any, home: dict[str, Any]) -> str:
-        return actor_start(self, stored, home | {"path": []})
-
-    monkeypatch.setattr(ray_cluster._Actor, "_start", elsewhere)
-    of_a_file = run_small("./own/mine.py:Halving", **settings, engine="ray")
+    of_a_file = run_small("./own/mine.py:Halving", **settings, engine="ray", callbacks=[Deleting(folder)])
+    assert not folder.exists()
     assert torch.equal(weights(ours), weights(of_a_file))
+
+
+class Deleting(fedstill.Callback):
+    """A folder is gone once a run has begun, as if workers were on another machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_run_start(self, run: fedstill.RunView) -> None:
+        shutil.rmtree(self._folder)
 
 
 @dataclass(frozen=True)
@@ -170,8 +206,9 @@ def test_errors_arrive(run_small: RunSmall, monkeypatch: pytest.MonkeyPatch) -> 
 
     with pytest.raises(FedstillError, match="engine = 'ray' cannot give this run to its workers"):
         run_small(model=make, engine="ray")
-    with pytest.raises(FedstillError, match="PyTorch sees no GPUs here"):
-        run_small(engine="ray", worker_gpus=0.5)
+    home = {"folder": ".", "path": [], "versions": ray_cluster._versions(), "gpu": True}
+    with pytest.raises(SettingError, match="PyTorch sees no GPUs here"):
+        ray_cluster._Actor()._start(None, home)
     monkeypatch.setattr(ray_cluster, "_versions", lambda: "fedstill 0.0")
     with pytest.raises(FedstillError, match=r"of the Ray cluster has fedstill .* started with fedstill 0\.0; install"):
         run_small(engine="ray")
@@ -241,6 +278,10 @@ def test_a_wrong_address_and_a_missing_library_are_one_line(
 ) -> None:
     with pytest.raises(SettingError, match=r"outside a cluster; start fedstill on a node"):
         run_small(engine="ray", ray_address="ray://10.0.0.1:10001")
+    with pytest.raises(
+        SettingError, match=r"ray_address = '127\.0\.0\.1:1': no Ray cluster answers there .* 'ray start"
+    ):
+        run_small(engine="ray", ray_address="127.0.0.1:1")
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SettingError, match=r"^engine = 'ray' needs: pip install 'fedstill\[ray\]'$"):
         run_small(engine="ray")

@@ -26,10 +26,19 @@ Saved = dict[str, Any]
 
 
 def carry_on(
-    *, seeds: int, data_dir: str | None, jobs: int, out: Path, page: Path | None, finished: bool, dry_run: bool
+    *,
+    seeds: int,
+    data_dir: str | None,
+    engine: str | None = None,
+    jobs: int,
+    out: Path,
+    page: Path | None,
+    finished: bool,
+    dry_run: bool,
 ) -> None:
     """Run what is not finished, unless only `finished` runs are to count, and write the page."""
-    evidence = Evidence(seeds, out / "cells", **({"data_dir": data_dir} if data_dir else {}))
+    given = {key: value for key, value in (("data_dir", data_dir), ("engine", engine)) if value}
+    evidence = Evidence(seeds, out / "cells", **given)
     every = [cell for claim in claims() for check in claim.check for cell in evidence.cells(check)]
     cells = list({cell.path: cell for cell in every}.values())
     todo = [cell for cell in cells if not cell.finished]

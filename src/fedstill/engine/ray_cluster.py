@@ -7,6 +7,7 @@ run directory is.
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 import platform
@@ -229,9 +230,7 @@ def _bare(worker: Worker) -> Worker:
 
 def _versions() -> str:
     """What must be the same everywhere for the same bits."""
-    from fedstill import __version__
-
-    return f"fedstill {__version__}, torch {torch.__version__}"
+    return f"fedstill {importlib.metadata.version('fedstill')}, torch {torch.__version__}"
 
 
 class _States(Store):

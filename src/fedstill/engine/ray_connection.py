@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import secrets
+import socket
 import sys
 import tempfile
 import warnings
@@ -32,6 +33,9 @@ _VARIABLES = {
 }
 
 
+_SECONDS = 5  # in which a cluster takes a connection
+
+
 def address_of(setting: str) -> str:
     """Where the cluster is: as the settings say, or RAY_ADDRESS; empty: there is none but this machine."""
     found = setting or os.environ.get("RAY_ADDRESS", "")
@@ -41,6 +45,22 @@ def address_of(setting: str) -> str:
             "with ray_address = 'auto', or give it to 'ray job submit'"
         )
     return "" if found == "local" else found
+
+
+def check(setting: str) -> None:
+    """Refuse a cluster that is not there, and a library that is not, before anything is begun."""
+    address = address_of(setting)
+    load(address)
+    host, _, port = address.rpartition(":")
+    if not address or not port.isdecimal():
+        return  # `auto`, which Ray looks for by itself
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS).close()  # Ray would try for minutes
+    except (OSError, OverflowError) as error:
+        raise SettingError(
+            f"ray_address = {address!r}: no Ray cluster answers there ({in_one_line(error)}); 'ray start --head' prints "
+            "the address of one"
+        ) from error
 
 
 def load(address: str) -> ModuleType:

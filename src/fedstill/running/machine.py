@@ -43,7 +43,7 @@ def check_engine(config: Config) -> None:
                 f"device = {config.device!r}: with engine = 'ray' this is where the server computes; say what its "
                 "workers have of a GPU too: worker_gpus = 1, or 0.25 if four are to share one"
             )
-        ray_connection.load(ray_connection.address_of(config.ray_address))
+        ray_connection.check(config.ray_address)
     elif config.worker_gpus or config.ray_address:
         name = "worker_gpus" if config.worker_gpus else "ray_address"
         raise SettingError(f"{name} is for engine = 'ray', and engine is {config.engine!r}; leave one of them out")

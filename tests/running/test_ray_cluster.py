@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,15 @@ from fedstill.core.tree import Message
 from fedstill.data.dataset import Split
 from fedstill.engine import ray_cluster, ray_connection
 from fedstill.engine.worker import Worker
+from fedstill.running.api import configure
+from fedstill.studies import cluster as studies_on_cluster
+from fedstill.studies.cells import Cell, Watcher, run_cells
 from support.engines import Remembering, Suicidal, all_client_states, command, environment, rounds_written
 from support.guards import start
 from support.quick import QUICK
 from support.runs import SMALL, RunSmall, numbers, weights
 
-pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,7 @@ def cluster() -> Iterator[Any]:
         cluster.add_node(num_cpus=1, num_gpus=1)
         patch.setenv("RAY_ADDRESS", cluster.address)
         patch.setattr(ray_cluster, "_remote", lambda gpus: idle)
-        patch.setattr(ray_cluster.RayCluster, "close", lambda engine: idle.take_from(engine))
+        patch.setattr(ray_cluster.RayCluster, "close", lambda engine: idle.take_from(engine))  # noqa: PLW0108 - of the class
         with ray_connection.connected("", cores=99):
             yield cluster
         assert not ray.is_initialized()
@@ -137,6 +140,7 @@ def test_more_clients_than_may_be_under_way_answer_in_their_order(run_small: Run
 
 OWN = """
 from dataclasses import dataclass
+from importlib.util import find_spec
 import fedstill
 from beside import half
 
@@ -251,26 +255,84 @@ def test_a_worker_that_dies_is_replaced_and_two_by_the_same_client_end_the_run(
 
 @dataclass(frozen=True)
 class Unplugged(fedstill.FedAvg):
-    """A node that goes down while a client of round 2 is at work there."""
+    """A node that goes down while a client of round 2 is at work there; other nodes wait with theirs until then."""
 
     node: str = ""
+    flag: str = ""
 
     def uplink(self, client: fedstill.Client) -> Message:
         import ray
 
         if client.round == 2 and ray.get_runtime_context().get_node_id() == self.node:
+            Path(self.flag).touch()
             os.kill(os.getppid(), signal.SIGKILL)  # the node's own process
             os.kill(os.getpid(), signal.SIGKILL)
+        while client.round == 2 and not Path(self.flag).exists():
+            time.sleep(0.01)
         return super().uplink(client)
 
 
 def test_a_node_that_dies_in_a_round_changes_no_bit(cluster: Any, run_small: RunSmall, tmp_path: Path) -> None:
     node = cluster.add_node(num_cpus=1)
     settings = {"participation": 1.0, "rounds": 2}
-    survived = run_small(Unplugged(node=node.node_id), **settings, engine="ray", workers=3, out=tmp_path / "run")
+    method = Unplugged(node=node.node_id, flag=str(tmp_path / "flag"))
+    survived = run_small(method, **settings, engine="ray", workers=3, out=tmp_path / "run")
     assert "or the node is gone; it is tried once more" in (tmp_path / "run/log.txt").read_text()
     assert torch.equal(weights(survived), weights(run_small(**settings)))
     cluster.remove_node(node, allow_graceful=False)
+
+
+class Cut(fedstill.Callback):
+    """Ends a run in its second round, as Ctrl-C would."""
+
+    def on_round_end(self, run: fedstill.RunView, record: Any) -> None:
+        if record["round"] == 2:
+            raise KeyboardInterrupt
+
+
+class Seen(Watcher):
+    def __init__(self) -> None:
+        self.rounds: dict[str, list[int]] = {}
+
+    def started(self, cell: Cell) -> None:
+        assert cell.path.name not in self.rounds
+        self.rounds[cell.path.name] = []
+
+    def round_done(self, cell: Cell, round_: int) -> None:
+        self.rounds[cell.path.name].append(round_)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_whole_runs_on_nodes_have_the_bits_and_files_of_runs_here_whoever_dies(
+    run_small: RunSmall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle.end()  # the cores of its workers are needed
+    monkeypatch.setattr(studies_on_cluster, "_SECONDS", 0)  # what is written comes back after every round
+    dying = {"name": "dying", "method": Suicidal(flag=str(tmp_path / "flag")), "participation": 1.0}
+    kinds = [{"name": "begun", "method": Remembering()}, dying, {"name": "failing", "method": Failing(told=True)}]
+    with pytest.raises(KeyboardInterrupt):
+        run_small(Remembering(), out=tmp_path / "begun", callbacks=[Cut()])
+    cells = {}
+    for kind in kinds:
+        method, settings = kind["method"], {key: kind[key] for key in kind if key == "participation"}
+        config, own = configure(method, {}, SMALL | settings | {"engine": "ray"})
+        cells[kind["name"]] = Cell(tmp_path / kind["name"], config, own)
+    seen = Seen()
+    with pytest.raises(FedstillError, match=r"failing: the scanner is switched off; the others are finished$"):
+        run_cells(list(cells.values()), watcher=seen)
+    assert (tmp_path / "flag").exists()
+    assert seen.rounds == {"begun": [2, 3], "dying": [1, 2, 3], "failing": [1]}
+    run_small(Remembering(), out=tmp_path / "here")
+    run_small(dying["method"], participation=1.0, out=tmp_path / "other")
+    for there, here in (("begun", "here"), ("dying", "other")):
+        names = [
+            {str(file.relative_to(tmp_path / run)) for file in (tmp_path / run).rglob("*")} for run in (there, here)
+        ]
+        assert names[0] == names[1]
+        for name in ("model.safetensors", "clients.csv", "model.json"):
+            assert (tmp_path / there / name).read_bytes() == (tmp_path / here / name).read_bytes()
+        assert fedstill.load(tmp_path / there)
+        assert cells[there].finished
 
 
 def test_a_wrong_address_and_a_missing_library_are_one_line(

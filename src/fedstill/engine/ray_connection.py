@@ -25,9 +25,11 @@ from fedstill.core.errors import FedstillError, SettingError, in_one_line
 from fedstill.data.dataset import Split
 from fedstill.train.task import Samples
 
-# It reports nothing to anyone, does not warn of its next version, and under `uv run` does not copy the working folder.
+# It reports nothing to anyone, prints nothing of what its nodes say (we say who died), does not warn of its next
+# version, and under `uv run` does not copy the working folder.
 _VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
@@ -58,8 +60,8 @@ def check(setting: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS).close()  # Ray would try for minutes
     except (OSError, OverflowError) as error:
         raise SettingError(
-            f"ray_address = {address!r}: no Ray cluster answers there ({in_one_line(error)}); 'ray start --head' prints "
-            "the address of one"
+            f"ray_address = {address!r}: no Ray cluster answers there ({in_one_line(error)}); 'ray start --head' "
+            "prints the address of one"
         ) from error
 
 

@@ -86,7 +86,7 @@ class Study:
         there = replace(cell, config=config, own={k: v for k, v in cell.own.items() if k not in shared})
         stored = ray_connection.put(there, "this run")
         options = {"num_cpus": 1, "num_gpus": config.worker_gpus, "max_retries": 0, "scheduling_strategy": "SPREAD"}
-        home = {"folder": os.getcwd(), "path": list(sys.path)}
+        home = {"folder": os.getcwd(), "path": list(sys.path), "seconds": _SECONDS}
         begin = ray.remote(_on_node).options(**options, num_returns="streaming")
         return begin.remote(
             [stored], {name: [reference] for name, reference in shared.items()}, home, _changed(cell.path, {})[0]
@@ -214,13 +214,14 @@ def _on_node(
         path = Path(folder) / cell.path.name
         _apply({"written": files}, path)
         here = replace(cell, path=path, own={**cell.own, **own})
-        yield from _Reports(path).of(here)
+        yield from _Reports(path, home["seconds"]).of(here)
 
 
 class _Reports:
     """What a run in a thread says, with the files that have changed every few seconds and at its end."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, seconds: float) -> None:
+        self._seconds = seconds
         self._path, self._known, self._sent_at = path, _changed(path, {})[1], time.monotonic()
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
 
@@ -239,7 +240,7 @@ class _Reports:
             self._queue.put(None)
 
     def _tell(self, message: dict[str, Any]) -> None:
-        due = time.monotonic() - self._sent_at > _SECONDS
+        due = time.monotonic() - self._sent_at > self._seconds
         self._queue.put(message | (self._files() if due else {}))
 
     def _files(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -28,7 +29,7 @@ from fedstill.core.store import Store
 from fedstill.core.tree import Message
 from fedstill.data.dataset import Split
 from fedstill.engine import ray_cluster, ray_connection
-from fedstill.engine.worker import Worker
+from fedstill.engine.worker import Train, Worker
 from fedstill.running.api import configure
 from fedstill.studies import cluster as studies_on_cluster
 from fedstill.studies.cells import Cell, Watcher, run_cells
@@ -91,10 +92,9 @@ class Idle:
 idle = Idle()
 
 
+# Clients with state are in a test of their own.
 KINDS: dict[str, dict[str, Any]] = {
     "fedavg": {"together": 2},  # clients in groups
-    "scaffold": {},  # clients with state
-    "fedkf": QUICK["fedkf"],  # a generator at every client
     "feddf": {"pool": 60, "proxy": "pool"},  # a server that distils, and samples that are held twice
     "dafkd": QUICK["dafkd"],  # three kinds of networks, sent both ways
     "fedavg+ccvr": {},  # a last exchange
@@ -242,15 +242,24 @@ def test_samples_are_read_where_they_lie_and_keep_their_layout() -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_worker_that_dies_is_replaced_and_two_by_the_same_client_end_the_run(
-    run_small: RunSmall, tmp_path: Path
-) -> None:
-    flag = tmp_path / "died"
-    survived = run_small(Suicidal(flag=str(flag)), participation=1.0, rounds=2, engine="ray")
-    assert flag.exists()
-    assert torch.equal(weights(survived), weights(run_small(participation=1.0, rounds=2)))
+def test_work_that_ends_a_second_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    setup = prepare(resolve(SMALL))
+    engine = ray_cluster.RayCluster(
+        Worker(setup.task, setup.federation, fedstill.FedAvg(), Store(tmp_path)), 1, cores=1
+    )
+    groups, todo, deaths = [[Train(k, 2)] for k in range(6)], deque([5]), dict[int, int]()
+
+    def die(*places: int) -> None:
+        actor = ray_connection.load("").remote(object).options(num_cpus=99).remote()  # for which there is no room
+        handle = ray_cluster.WorkerHandle(actor, None, "north", {f"answer {place}": place for place in places})
+        engine._handles = [handle]
+        engine._drop(handle, todo, groups, deaths, OSError("gone"))
+
+    die(3, 4)
+    assert (list(todo), engine._handles, engine.deaths) == ([3, 4, 5], [], 1)
+    die(4)  # for which it is the first time
     with pytest.raises(FedstillError, match=r"^client 3 in round 2, network cnn \(Stacked\), ended its worker 2 times"):
-        run_small(Suicidal(flag=str(flag), always=True), participation=1.0, engine="ray")
+        die(3, 5)
 
 
 @dataclass(frozen=True)
@@ -308,22 +317,22 @@ def test_whole_runs_on_nodes_have_the_bits_and_files_of_runs_here_whoever_dies(
 ) -> None:
     idle.end()  # the cores of its workers are needed
     monkeypatch.setattr(studies_on_cluster, "_SECONDS", 0)  # what is written comes back after every round
-    dying = {"name": "dying", "method": Suicidal(flag=str(tmp_path / "flag")), "participation": 1.0}
-    kinds = [{"name": "begun", "method": Remembering()}, dying, {"name": "failing", "method": Failing(told=True)}]
+    dying = Suicidal(flag=str(tmp_path / "flag"))
+    methods = {"begun": Remembering(), "dying": dying, "failing": Failing(told=True)}
     with pytest.raises(KeyboardInterrupt):
         run_small(Remembering(), out=tmp_path / "begun", callbacks=[Cut()])
     cells = {}
-    for kind in kinds:
-        method, settings = kind["method"], {key: kind[key] for key in kind if key == "participation"}
-        config, own = configure(method, {}, SMALL | settings | {"engine": "ray"})
-        cells[kind["name"]] = Cell(tmp_path / kind["name"], config, own)
+    for name, method in methods.items():
+        everyone = {"participation": 1.0} if method is dying else {}
+        config, own = configure(method, {}, SMALL | everyone | {"engine": "ray"})
+        cells[name] = Cell(tmp_path / name, config, own)
     seen = Seen()
     with pytest.raises(FedstillError, match=r"failing: the scanner is switched off; the others are finished$"):
-        run_cells(list(cells.values()), watcher=seen)
+        run_cells(list(cells.values()), jobs=1, watcher=seen)  # a process of Ray's carries out all
     assert (tmp_path / "flag").exists()
     assert seen.rounds == {"begun": [2, 3], "dying": [1, 2, 3], "failing": [1]}
     run_small(Remembering(), out=tmp_path / "here")
-    run_small(dying["method"], participation=1.0, out=tmp_path / "other")
+    run_small(dying, participation=1.0, out=tmp_path / "other")
     for there, here in (("begun", "here"), ("dying", "other")):
         names = [
             {str(file.relative_to(tmp_path / run)) for file in (tmp_path / run).rglob("*")} for run in (there, here)

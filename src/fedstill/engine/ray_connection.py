@@ -206,6 +206,6 @@ class _View(NamedTuple):
 
 def _from_views(parts: tuple[type, dict[str, Any]]) -> object:
     kind, values = parts
-    holder = object.__new__(kind)
+    holder: object = object.__new__(kind)
     vars(holder).update({name: value.tensor() if isinstance(value, _View) else value for name, value in values.items()})
     return holder

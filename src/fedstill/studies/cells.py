@@ -241,8 +241,8 @@ def carry_out(cell: Cell, tell: Callable[[dict[str, Any]], None], **machine: Any
                     update |= keeping(RunDirectory.open(cell.path, lock=False).config(replaced=cell.own), cell.config)
                 api.run_config(cell.config.model_copy(update=update), cell.path, force=again, **more)
             else:
-                place = {"device": cell.config.device, "engine": machine.get("engine")}
-                api.resume(cell.path, rounds=cell.config.rounds, **place, **more)
+                more |= {"device": cell.config.device, "engine": machine.get("engine")}
+                api.resume(cell.path, rounds=cell.config.rounds, **more)
     except Exception as error:
         log.exception("%s", cell.path)
         tell({"error": str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)})

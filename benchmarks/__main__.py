@@ -10,10 +10,11 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import checkpoints, engine, growth, methods, profile, server, start
+from benchmarks import checkpoints, cluster, engine, growth, methods, profile, server, start
 from benchmarks.peers.environments import FLOWER, FLOWER_START, PFL, PFL_BY_HAND
 from benchmarks.table import Row, shown, write
 from benchmarks.work import HOME
+from fedstill.running import machine
 
 console = Console()
 WIDE = 200  # characters that a row takes; a terminal that has fewer breaks it as it likes
@@ -160,6 +161,26 @@ def time_starts() -> Iterator[Row]:
         yield Row("start", what, f"{seconds:.2f} s")
 
 
+def time_cluster() -> Iterator[Row]:
+    work, cores = engine.SMALL_CLIENTS, machine.cores()
+    federation = work.federation(*work.stored())
+    ray, process = cluster.rounds(work, federation, 10, repeats=5)
+    ratios = [a / b for a, b in zip(ray, process, strict=True)]
+    yield Row(
+        "cluster", f"{work.name}: a round with --engine ray", f"{min(ray):.3f} s", f"process {min(process):.3f} s",
+        min(ray) / min(process), at_most=1.15, note=f"turn by turn {min(ratios):.2f} to {max(ratios):.2f}",
+    )  # fmt: skip
+    seconds = {kind: cluster.start_seconds(work, federation, kind) for kind in ("process", "ray")}
+    yield Row(
+        "cluster", "--engine ray: to the end of the first round", f"{seconds['ray']:.1f} s", "8 s",
+        seconds["ray"] / 8, at_most=1.0, note=f"process {seconds['process']:.1f} s",
+    )  # fmt: skip
+    found = cluster.rounds_by_nodes(work, federation, cores, 10)
+    for nodes, each in found.items():
+        what = f"{work.name}: a round on {nodes} node{'s' * (nodes > 1)} with a core each"
+        yield Row("cluster", what, f"{each:.3f} s", f"one node {found[1]:.3f} s", found[1] / each)
+
+
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "engine": time_rounds,
     "runs": time_runs,
@@ -169,6 +190,7 @@ PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "growth": measure_growth,
     "checkpoints": time_checkpoints,
     "start": time_starts,
+    "cluster": time_cluster,
 }
 
 

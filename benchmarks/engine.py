@@ -132,9 +132,8 @@ def run(
         batch_size=work.batch_size,
         epochs=work.epochs,
         lr=work.lr,
-        workers=2,
         eval_every=0,
-        **settings,
+        **{"workers": 2, **settings},
     )
 
 

@@ -29,7 +29,8 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {  # words, chan
         "unknown setting 'muu'; did you mean 'mu'?",
     ),
     "another method's setting": (("fedavg", "--set", "mu=3"), {}, "unknown setting 'mu'"),
-    "a misspelt choice": (("fedavg",), {"engine": "inlin"}, "'inlin': should be 'process', 'inline' or 'flower'"),
+    "a misspelt choice": (("fedavg",), {"engine": "inlin"}, "'inlin': should be 'process', 'inline' or 'ray'"),
+    "the engine of before": (("fedavg", "--engine", "flower"), {}, "engine has given way to 'ray'"),
     "a misspelt augmentation": (
         ("fedavg",),
         {"augment": "flipp"},

@@ -255,9 +255,8 @@ def test_work_that_always_kills_its_worker_ends_with_whose_it_was_and_goes_on_wh
 def test_clients_that_are_trained_at_once_are_all_named(tmp_path: Path) -> None:
     setup = prepare(resolve(SMALL))
     worker = Worker(setup.task, setup.federation, fedstill.FedAvg(), Store(tmp_path), together=3)
-    engine = Processes(worker, 1)
-    assert engine._describe([Train(1, 7), Train(4, 7)]) == "clients 1, 4 in round 7, network cnn (Stacked),"
-    assert engine._describe([Score("test", 0, 50)]) == "the evaluation of samples 0 to 49, network cnn (Stacked),"
+    assert worker.describe([Train(1, 7), Train(4, 7)]) == "clients 1, 4 in round 7, network cnn (Stacked),"
+    assert worker.describe([Score("test", 0, 50)]) == "the evaluation of samples 0 to 49, network cnn (Stacked),"
 
 
 def test_a_worker_that_answered_before_it_died_is_not_blamed_for_that(tmp_path: Path) -> None:

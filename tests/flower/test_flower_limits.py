@@ -28,8 +28,6 @@ from fedstill.flower.superlink import connections as counted
 from fedstill.flower.superlink.uploads import Uploads, only_answers
 from support.link import Trial, ask, everyone, wait
 
-pytestmark = pytest.mark.xdist_group("simulation")
-
 MB = 1 << 20
 
 

@@ -154,9 +154,11 @@ def test_a_device_that_is_none_is_refused_before_anything_begins(name: str, reas
     assert not (tmp_path / "run").exists()
 
 
-def test_flowers_engine_has_no_other_device() -> None:
-    with pretended_gpu(), pytest.raises(fedstill.SettingError, match="flower"):
-        fedstill.run(**TINY | {"engine": "flower"}, device="cuda")
+def test_on_a_cluster_it_is_to_be_said_what_workers_have_of_a_gpu() -> None:
+    with pretended_gpu(), pytest.raises(fedstill.SettingError, match=r"worker_gpus = 1, or 0\.25 if four"):
+        fedstill.run(**TINY | {"engine": "ray"}, device="cuda")
+    with pytest.raises(fedstill.SettingError, match="worker_gpus is for engine = 'ray', and engine is 'inline'"):
+        fedstill.run(**TINY, worker_gpus=0.5)
 
 
 def test_auto_is_a_gpu_if_there_is_one() -> None:

@@ -14,12 +14,10 @@ from torch import nn
 import fedstill
 from fedstill.building.config import resolve
 from fedstill.building.setup import prepare
-from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
 from fedstill.data.federation import Federation, from_clients
 from fedstill.methods import registry
 from fedstill.running.directory import RunDirectory
-from fedstill.running.machine import check_engine
 from fedstill.running.result import Result
 from fedstill.train import together
 from fedstill.train.loop import Objective
@@ -266,9 +264,3 @@ class Watched(fedstill.FedAvg):
 def test_what_an_objective_asks_for_is_done_for_each_client(tmp_path: Path, joint_fits: list[int]) -> None:
     outcome(Watched(), tmp_path, 4, data=federation((20, 20, 20)))
     assert joint_fits == [3, 3]
-
-
-def test_flowers_engine_refuses_it() -> None:
-    config = resolve({"engine": "flower", "together": 2})
-    with pytest.raises(SettingError, match="one client at a time"):
-        check_engine(config)

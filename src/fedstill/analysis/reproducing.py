@@ -69,6 +69,7 @@ def reproduce(
     jobs: int = 0,
     data_dir: str | None = None,
     device: str | None = None,
+    engine: str | None = None,
     progress: bool | None = None,
 ) -> Reproduction:
     """Run a paper's table or figure again. `list_presets()` lists those that there are.
@@ -81,9 +82,11 @@ def reproduce(
         jobs: Runs at a time; 0 is one a core.
         data_dir: Where dataset files are; by default $FEDSTILL_DATA.
         device: Where it trains: "cpu", "cuda" and so on.
+        engine: "ray" spreads the runs over the cluster that RAY_ADDRESS names.
         progress: Show how the runs go on; by default in a notebook.
     """
-    given: dict[str, Any] = {key: value for key, value in (("data_dir", data_dir), ("device", device)) if value}
+    settings = {"data_dir": data_dir, "device": device, "engine": engine}
+    given: dict[str, Any] = {key: value for key, value in settings.items() if value}
     found = plans(name, checked(scale), seeds, Path(out) / "cells", **given)
     cells = cells_of(found)
     check([cell for cell in cells if not cell.finished])

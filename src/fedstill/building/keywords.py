@@ -139,12 +139,18 @@ class Settings(TypedDict, total=False):
     -1e+30, at most 1e+30]"""
     seed: int
     """The same seed gives the same bits. [default: 0; at least 0]"""
-    engine: Literal["process", "inline", "flower"]
-    """Where clients run: worker processes, inline in this one (to debug), or Flower's simulation engine. [default:
-    process; process, inline, flower]"""
+    engine: Literal["process", "inline", "ray"]
+    """Where clients run: worker processes, inline in this one (to debug), or workers on a Ray cluster. [default:
+    process; process, inline, ray]"""
     workers: int
     """Worker processes, and threads for a server's predictions; 0: one a core; not on a GPU. [default: 0; at least
     0]"""
+    ray_address: str
+    """Where the Ray cluster is, such as 10.0.0.1:6379, or auto for that of this machine; none: RAY_ADDRESS, else
+    one is started on this machine."""
+    worker_gpus: float
+    """Ray: what each worker has of a GPU; 0.25: four share one; 0: they use the CPU. [default: 0.0; at least 0, at
+    most 1]"""
     device: str
     """Where to compute: cpu, cuda, cuda:1 and so on, or auto (a GPU if there is one); on a GPU all work is done in
     this process. [default: cpu]"""

@@ -246,12 +246,20 @@ class Config(BaseModel):
     )
     # running
     seed: int = Field(0, ge=0, description="the same seed gives the same bits")
-    engine: Literal["process", "inline", "flower"] = Field(
+    engine: Literal["process", "inline", "ray"] = Field(
         "process",
-        description="where clients run: worker processes, inline in this one (to debug), or Flower's simulation engine",
+        description="where clients run: worker processes, inline in this one (to debug), or workers on a Ray cluster",
     )
     workers: int = Field(
         0, ge=0, description="worker processes, and threads for a server's predictions; 0: one a core; not on a GPU"
+    )
+    ray_address: str = Field(
+        "",
+        description="where the Ray cluster is, such as 10.0.0.1:6379, or auto for that of this machine; none: "
+        "RAY_ADDRESS, else one is started on this machine",
+    )
+    worker_gpus: float = Field(
+        0.0, ge=0, le=1, description="ray: what each worker has of a GPU; 0.25: four share one; 0: they use the CPU"
     )
     device: str = Field(
         "cpu",
@@ -304,6 +312,13 @@ class Config(BaseModel):
             return {str(name): float(number) for name, number in given.items()}
         raise ValueError("should be 'balanced', or a table with a number above 0 for each class, {no = 1, yes = 70}")
 
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _engine(cls, given: Any) -> Any:
+        if given == "flower":
+            raise ValueError("Flower's simulation engine has given way to 'ray': the same bits, on a cluster too")
+        return given
+
     @model_validator(mode="before")
     @classmethod
     def _renamed(cls, given: Any) -> Any:
@@ -345,6 +360,8 @@ CHANGEABLE = {
     "rounds",
     "workers",
     "engine",
+    "ray_address",
+    "worker_gpus",
     "device",
     "together",
     "eval_every",

@@ -29,6 +29,7 @@ def carry_on(
     *,
     seeds: int,
     data_dir: str | None,
+    engine: str | None = None,
     jobs: int,
     out: Path,
     page: Path | None,
@@ -38,7 +39,8 @@ def carry_on(
 ) -> None:
     """Run what is not finished, unless only `finished` runs are to count, and write the page."""
     known = _read(earlier) if earlier else None
-    evidence = Evidence(seeds, out / "cells", **({"data_dir": data_dir} if data_dir else {}))
+    given = {key: value for key, value in (("data_dir", data_dir), ("engine", engine)) if value}
+    evidence = Evidence(seeds, out / "cells", **given)
     every = [cell for claim in claims() for check in claim.check for cell in evidence.cells(check)]
     cells = list({cell.path: cell for cell in every}.values())
     todo = [cell for cell in cells if not cell.finished]

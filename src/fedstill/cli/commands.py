@@ -72,6 +72,7 @@ def resume(
     rounds: int | None,
     *,
     device: str | None = None,
+    engine: str | None = None,
     tensorboard: bool = False,
     callbacks: Sequence[str] = (),
 ) -> None:
@@ -79,7 +80,7 @@ def resume(
         raise SettingError(f"--rounds {rounds}: at least 1 is needed")
     with run_in(directory) as display:
         hearing = [display, *own_callbacks(callbacks, tensorboard=tensorboard)]
-        result = api.resume(directory, rounds=rounds, device=device, callbacks=hearing)
+        result = api.resume(directory, rounds=rounds, device=device, engine=engine, callbacks=hearing)
     _show_result(result, RunDirectory.open(directory, lock=False).config(), directory)
 
 

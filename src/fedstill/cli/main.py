@@ -28,6 +28,7 @@ from fedstill.cli.options import (
     Force,
     Out,
     Set,
+    StudyEngine,
     Sweep,
     TensorBoard,
 )
@@ -137,12 +138,15 @@ def resume(
     directory: Annotated[Path, typer.Argument(help="The directory of a run that was interrupted.")],
     rounds: Annotated[int | None, typer.Option(help="Go on to this round, also after the run had ended.")] = None,
     device: Annotated[str | None, typer.Option(help="Go on here: cpu, cuda, cuda:1 and so on, or auto.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Go on with this engine: process, inline or ray.")] = None,
     tensorboard: TensorBoard = False,
     callback: Callbacks = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Continue a run after any interruption; the result is the same, bit for bit."""
-    _commands().resume(directory, rounds, device=device, tensorboard=tensorboard, callbacks=callback or [])
+    _commands().resume(
+        directory, rounds, device=device, engine=engine, tensorboard=tensorboard, callbacks=callback or []
+    )
 
 
 @app.command(rich_help_panel="Train")
@@ -184,6 +188,7 @@ def reproduce(
     seeds: Annotated[int, typer.Option(help="Seeds, from 0 on.", min=1)] = 3,
     data_dir: DataDir = None,
     device: Device = None,
+    engine: StudyEngine = None,
     jobs: Annotated[int, typer.Option(help="Runs at a time; 0 is one a core, or one on a GPU.", min=0)] = 0,
     out: Annotated[
         Path, typer.Option(help="Where runs and tables go; finished runs there are used again, whatever the device.")
@@ -199,14 +204,16 @@ def reproduce(
     Interrupted, the same command goes on where it stopped.
     """
     _commands("presets").reproduce(
-        name, scale, seeds=seeds, data_dir=data_dir, device=device, jobs=jobs, out=out, dry_run=dry_run, as_=as_
-    )
+        name, scale, seeds=seeds, data_dir=data_dir, device=device, engine=engine, jobs=jobs, out=out, dry_run=dry_run,
+        as_=as_,
+    )  # fmt: skip
 
 
 @app.command(rich_help_panel="Papers")
 def claims(
     seeds: Annotated[int, typer.Option(help="Seeds, from 0 on; 5 are the fewest that are judged.", min=1)] = 5,
     data_dir: DataDir = None,
+    engine: StudyEngine = None,
     jobs: Annotated[int, typer.Option(help="Runs at a time; 0 is one a core.", min=0)] = 0,
     out: Annotated[Path, typer.Option(help="Where runs go; finished ones there, also reproduce's, are used.")] = Path(
         "runs/reproduced"
@@ -235,6 +242,7 @@ def claims(
     command.carry_on(
         seeds=seeds,
         data_dir=data_dir,
+        engine=engine,
         jobs=jobs,
         out=out,
         page=page,

@@ -17,6 +17,14 @@ LOCAL = ("workers", "engine", "device", "eval_every", "metrics")
 
 DataDir = Annotated[str | None, option("data_dir")]
 Device = Annotated[str | None, option("device")]
+StudyEngine = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        metavar="[process|inline|ray]",
+        help="Where clients run; ray: whole runs on the nodes of the Ray cluster that RAY_ADDRESS names.",
+    ),
+]
 Sweep = Annotated[
     list[str] | None,
     typer.Option(

@@ -35,12 +35,14 @@ def reproduce(
     seeds: int,
     data_dir: str | None,
     device: str | None,
+    engine: str | None = None,
     jobs: int,
     out: Path,
     dry_run: bool,
     as_: Format = "table",
 ) -> None:
-    given: dict[str, Any] = {key: value for key, value in (("data_dir", data_dir), ("device", device)) if value}
+    settings = {"data_dir": data_dir, "device": device, "engine": engine}
+    given: dict[str, Any] = {key: value for key, value in settings.items() if value}
     found = plans(name, checked(scale), seeds, out / "cells", **given)
     cells = cells_of(found)
     todo = [cell for cell in cells if not cell.finished]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import logging
@@ -23,11 +22,10 @@ import torch
 
 from fedstill.core import tree
 from fedstill.core.errors import FedstillError
-from fedstill.core.processes import die_with_parent
+from fedstill.core.processes import die_with_parent, keep_memory
 from fedstill.core.tree import Message, Tree
 from fedstill.engine.base import Engine
-from fedstill.engine.worker import Request, Score, Worker, encode_answer, request_fields, request_from
-from fedstill.models.base import Wrapped
+from fedstill.engine.worker import Request, Worker, encode_answer, request_fields, request_from
 
 log = logging.getLogger(__name__)
 
@@ -171,24 +169,12 @@ class Processes(Engine):
         if handle.assigned:
             first = handle.assigned[0]
             deaths[first] = deaths.get(first, 0) + 1
-            work, (end, advice) = self._describe(groups[first]), _cause(handle.process.exitcode)
+            work, (end, advice) = self._worker.describe(groups[first]), _cause(handle.process.exitcode)
             if deaths[first] >= _DEATHS_ALLOWED:
                 raise FedstillError(f"{work} ended its worker process {_DEATHS_ALLOWED} times ({end}); {advice}")
             log.warning("%s ended its worker process (%s); it is tried once more", work, end)
             todo.extendleft(reversed(handle.assigned))
         self._handles.append(self._start_worker(self._handles))
-
-    def _describe(self, requests: Sequence[Request]) -> str:
-        """Whose work it is, and through which network."""
-        first, task = requests[0], self._worker.task
-        if isinstance(first, Score):
-            work = f"the evaluation of samples {first.start} to {first.stop - 1}"
-        else:
-            clients = ", ".join(str(request.client) for request in requests if not isinstance(request, Score))
-            work = f"client{'s' * (len(requests) > 1)} {clients} in round {first.round}"
-        module = task.nets.get("student").module
-        network = module.module if isinstance(module, Wrapped) else module
-        return f"{work}, network {task.model} ({type(network).__name__}),"
 
 
 def _cause(exitcode: int | None) -> tuple[str, str]:
@@ -209,16 +195,6 @@ def _enlarge(pipe: Connection) -> None:
             fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE)
 
 
-def _keep_memory() -> None:
-    """Have the allocator keep what training frees and asks for again in every step, instead of giving it back."""
-    if sys.platform == "linux":
-        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-        with contextlib.suppress(OSError, AttributeError):  # other C libraries do otherwise
-            mallopt = ctypes.CDLL(None).mallopt
-            mallopt(M_MMAP_THRESHOLD, 1 << 25)
-            mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
-
-
 def _serve(worker: Worker, pipe: Connection, answers: Connection, inherited: list[Connection], parent: int) -> None:
     """The life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
@@ -229,7 +205,7 @@ def _serve(worker: Worker, pipe: Connection, answers: Connection, inherited: lis
             with contextlib.suppress(OSError):
                 other.close()
     torch.set_num_threads(1)
-    _keep_memory()
+    keep_memory()
     down: Message = {}
     while True:
         try:

@@ -19,6 +19,7 @@ from fedstill.core.store import Store
 from fedstill.core.tree import Message, Tree
 from fedstill.data.federation import Federation
 from fedstill.methods.base import Method, fault
+from fedstill.models.base import Wrapped
 from fedstill.train.client import Client
 from fedstill.train.evaluate import EVAL_BATCH, logits, score
 from fedstill.train.loop import Objective
@@ -135,6 +136,18 @@ class Worker:
             else:
                 groups.append([request])
         return groups
+
+    def describe(self, requests: Sequence[Request]) -> str:
+        """Whose work it is, and through which network."""
+        first = requests[0]
+        if isinstance(first, Score):
+            work = f"the evaluation of samples {first.start} to {first.stop - 1}"
+        else:
+            clients = ", ".join(str(request.client) for request in requests if not isinstance(request, Score))
+            work = f"client{'s' * (len(requests) > 1)} {clients} in round {first.round}"
+        module = self.task.nets.get("student").module
+        network = module.module if isinstance(module, Wrapped) else module
+        return f"{work}, network {self.task.model} ({type(network).__name__}),"
 
     def _alike(self, a: Request, b: Request) -> bool:
         if not (isinstance(a, Train) and isinstance(b, Train) and a.region == b.region):

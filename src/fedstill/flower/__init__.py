@@ -1,4 +1,4 @@
-"""Flower as the network: the same methods in its simulation engine, and between machines."""
+"""Flower as the network between machines."""
 
 import os
 

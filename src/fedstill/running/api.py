@@ -40,7 +40,7 @@ from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import prepare_again, save_inputs
 from fedstill.running.logfile import logging_to
 from fedstill.running.loop import RoundLoop
-from fedstill.running.machine import check_engine
+from fedstill.running.machine import check_engine, on_engine
 from fedstill.running.progress import Progress, in_notebook
 from fedstill.running.result import Result
 from fedstill.running.results import network
@@ -184,6 +184,7 @@ def resume(
     metrics: Sequence[Function] = (),
     rounds: int | None = None,
     device: str | None = None,
+    engine: str | None = None,
     callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
 ) -> Result:
@@ -196,6 +197,7 @@ def resume(
         path: The run directory.
         rounds: The last round, if it is to be another.
         device: Where it goes on, if that is to be elsewhere.
+        engine: On which engine it goes on, if that is to be another: "ray", "process" or "inline".
         progress: Show how the run goes on; by default in a notebook.
     """
     given: dict[str, Any] = {
@@ -215,9 +217,11 @@ def resume(
         config = _continued(directory, rounds, given)
         if device is not None:
             config = config.model_copy(update={"device": device})
+        if engine is not None:
+            config = on_engine(config, engine)
         check_engine(config)
         setup = prepare_again(directory, config, metrics=metrics, **given)
-        if rounds is not None or device is not None:
+        if (rounds, device, engine) != (None, None, None):
             directory.write_config(config)  # now that it is known to work
     except BaseException:
         directory.release()

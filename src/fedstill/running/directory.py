@@ -131,6 +131,8 @@ class RunDirectory:
         """The settings. A method in a file is run for that; code that is not `replaced` by the caller's is checked."""
         self.check_config()
         settings = read_toml(self.path / files.CONFIG)
+        if settings.get("engine") == "flower":  # which gave the same bits
+            settings["engine"] = "ray"
         unused = set(replaced) - ({"method"} if settings.get("region") else set())  # regions' tables are read by it
         trust.check(self.path, {name: value for name, value in settings.items() if name not in unused})
         method, given = settings.get("method"), "method" in replaced

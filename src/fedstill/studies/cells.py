@@ -151,6 +151,11 @@ def run_cells(cells: Sequence[Cell], *, jobs: int = 0, watcher: Watcher | None =
     watcher, todo = watcher or Watcher(), [cell for cell in cells if not cell.finished]
     if not todo:
         return
+    if any(cell.config.engine == "ray" for cell in todo):
+        from fedstill.studies.cluster import run_on_cluster
+
+        _raise_first(run_on_cluster(todo, jobs, watcher))
+        return
     on_gpu = any(find(cell.config.device) != CPU for cell in todo)
     jobs = min(jobs or (1 if on_gpu else cores()), len(todo))
     workers = max(1, cores() // jobs)
@@ -175,6 +180,10 @@ def run_cells(cells: Sequence[Cell], *, jobs: int = 0, watcher: Watcher | None =
             process.terminate()
         for process, _ in running.values():
             process.join()
+    _raise_first(failed)
+
+
+def _raise_first(failed: Mapping[Path, str]) -> None:
     if failed:
         path, reason = next(iter(failed.items()))
         others = f" ({len(failed)} runs failed)" if len(failed) > 1 else ""
@@ -218,16 +227,22 @@ def _one(cell: Cell, workers: int, pipe: Connection, parent: int) -> None:
     def tell(message: dict[str, Any]) -> None:
         pipe.send_bytes(json.dumps(message).encode())
 
+    carry_out(cell, tell, workers=workers)
+
+
+def carry_out(cell: Cell, tell: Callable[[dict[str, Any]], None], **machine: Any) -> None:
+    """Begin a run or go on with it, and tell which round is done, or an error; `machine` are settings of its own."""
     more: dict[str, Any] = {**cell.own, "callbacks": [*cell.callbacks, _Tell(tell)]}
     try:
         with one_thread():
             if cell.rounds_done() is None:
-                update: dict[str, Any] = {"workers": workers}
+                update: dict[str, Any] = dict(machine)
                 if again := (cell.path / files.CONFIG).is_file():
                     update |= keeping(RunDirectory.open(cell.path, lock=False).config(replaced=cell.own), cell.config)
                 api.run_config(cell.config.model_copy(update=update), cell.path, force=again, **more)
             else:
-                api.resume(cell.path, rounds=cell.config.rounds, device=cell.config.device, **more)
+                more |= {"device": cell.config.device, "engine": machine.get("engine")}
+                api.resume(cell.path, rounds=cell.config.rounds, **more)
     except Exception as error:
         log.exception("%s", cell.path)
         tell({"error": str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)})

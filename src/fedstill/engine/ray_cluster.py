@@ -1,0 +1,302 @@
+"""Workers on a Ray cluster, one thread each: on this machine, or on as many as there are.
+
+A node needs fedstill and Ray, and no disk in common with the others: the run, its data and each round's broadcast come
+through Ray's object store, once a node; what clients keep travels with their requests and answers, and lies where the
+run directory is.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import platform
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedstill.core import device, tree
+from fedstill.core.errors import FedstillError, in_one_line
+from fedstill.core.processes import keep_memory
+from fedstill.core.store import Store
+from fedstill.core.tree import Message, Tree
+from fedstill.engine import ray_connection
+from fedstill.engine.base import Engine
+from fedstill.engine.worker import Request, Score, Worker, encode_answer, request_fields, request_from
+
+log = logging.getLogger(__name__)
+
+_QUEUED = 2  # requests a worker may hold, so that it never waits for the next
+_DEATHS_ALLOWED = 2  # of workers by the same requests: one may be an accident, or a node that was switched off
+_STARTS_ALLOWED = 10  # of workers one after the other that end before they are ready
+_SECONDS = 20  # without a worker after which a user should know why nothing happens
+_ADVICE = (
+    "is there enough memory? Fewer workers, a smaller batch_size or model need less; if its code crashed, --engine "
+    "inline with PYTHONFAULTHANDLER=1 shows where"
+)
+
+
+@dataclass
+class WorkerHandle:
+    """An actor of Ray's, and its requests under way: their places in the queue, in the order in which it works."""
+
+    actor: Any
+    starting: Any  # the reference to what it says when it is ready; None once it is
+    node: str = ""
+    assigned: dict[Any, int] = field(default_factory=dict)  # by the references to the answers
+
+
+class RayCluster(Engine):
+    """Spreads requests over actors; those of an actor or node that dies are worked on elsewhere."""
+
+    def __init__(self, worker: Worker, workers: int, *, cores: int, address: str = "", gpus: float = 0.0) -> None:
+        """`workers` 0: as many as the cluster has room for; `cores`: of a cluster on this machine; `gpus`: of each."""
+        self._worker, self._workers, self._cores = worker, workers, cores
+        self._address, self._gpus = address, gpus
+        self._open: ExitStack | None = None
+        self._make_actor: Any = None
+        self._stored: Any = None
+        self._handles: list[WorkerHandle] = []
+        self._failed_starts = 0
+        self.deaths = 0
+
+    def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
+        groups = self._worker.grouped(requests)
+        try:
+            self._connect()
+            import ray
+
+            broadcast = ray.put(tree.encode(down))
+            todo = deque(range(len(groups)))
+            done: dict[int, list[Tree]] = {}
+            deaths: dict[int, int] = {}
+            for place in range(len(groups)):
+                while place not in done:
+                    self._start_workers(len(todo))
+                    # Far enough ahead to keep everyone busy behind one slow client, near enough to bound what waits.
+                    self._assign(todo, place + 4 * _QUEUED * len(self._handles), groups, broadcast)
+                    self._receive(todo, done, groups, deaths)
+                yield from done.pop(place)
+        except BaseException:
+            self.close()  # what is still under way must not go on
+            raise
+
+    def close(self) -> None:
+        if self._open is None:
+            return
+        import ray
+
+        for handle in self._handles:
+            ray.kill(handle.actor)
+        self._handles, self._stored = [], None
+        self._open.close()
+        self._open = None
+
+    def _connect(self) -> None:
+        if self._open is not None:
+            return
+        with ExitStack() as opened:
+            opened.enter_context(ray_connection.connected(self._address, self._cores))
+            self._stored = ray_connection.put(_bare(self._worker), "this run")
+            self._make_actor = _remote(self._gpus)
+            self._open = opened.pop_all()
+
+    def _room(self) -> int:
+        """For how many workers the cluster has room, or how many were asked for; nodes may come and go."""
+        if self._workers:
+            return self._workers
+        import ray
+
+        there = ray.cluster_resources()
+        room = there.get("CPU", 1)
+        return max(1, int(min(room, there.get("GPU", 0) / self._gpus) if self._gpus else room))
+
+    def _start_workers(self, wanted: int) -> None:
+        """Have a worker for each request that waits, up to the room there is."""
+        if len(self._handles) >= wanted:
+            return
+        for _ in range(min(wanted, self._room()) - len(self._handles)):
+            actor = self._make_actor.remote()
+            home = {"folder": os.getcwd(), "path": list(sys.path), "gpu": bool(self._gpus), "versions": _versions()}
+            self._handles.append(WorkerHandle(actor, actor.start.remote([self._stored], home)))
+
+    def _assign(self, todo: deque[int], end: int, groups: Sequence[Sequence[Request]], broadcast: Any) -> None:
+        """Give out requests up to this place: to everyone before anyone gets more, the last ones to who is idle."""
+        ready = [handle for handle in self._handles if handle.starting is None]
+        while ready and todo and todo[0] < end:
+            handle = min(ready, key=lambda handle: len(handle.assigned))
+            if len(handle.assigned) == _QUEUED or (handle.assigned and len(todo) < len(ready)):
+                return
+            place = todo.popleft()
+            # In a list, Ray sends the reference: a worker fetches and decodes each broadcast once.
+            handle.assigned[handle.actor.work.remote(self._message(groups[place]), [broadcast])] = place
+
+    def _message(self, requests: Sequence[Request]) -> bytes:
+        """Requests with what their clients have kept."""
+        store = self._worker.store
+        states = [None if isinstance(r, Score) else store.read(r.client, before=r.round) for r in requests]
+        return tree.encode({"requests": [request_fields(request) for request in requests], "states": states})
+
+    def _receive(
+        self,
+        todo: deque[int],
+        done: dict[int, list[Tree]],
+        groups: Sequence[Sequence[Request]],
+        deaths: dict[int, int],
+    ) -> None:
+        """Wait until something has happened, and take it in."""
+        import ray
+
+        by_reference = {reference: handle for handle in self._handles for reference in handle.assigned}
+        by_reference |= {handle.starting: handle for handle in self._handles if handle.starting is not None}
+        found, _ = ray.wait(list(by_reference), num_returns=1, timeout=_SECONDS)
+        if not found and all(handle.starting is not None for handle in self._handles):
+            log.warning("no worker of the Ray cluster is free; waiting for one ('ray status' shows who uses it)")
+        for reference in found:
+            handle = by_reference[reference]
+            try:
+                answer = tree.decode(ray.get(reference))
+            except ray.exceptions.RayTaskError as error:
+                raise FedstillError(f"a worker on the Ray cluster failed: {in_one_line(error.cause)}") from error
+            except ray.exceptions.RayError as error:
+                self._drop(handle, todo, groups, deaths, error)
+                continue
+            if "error" in answer:
+                raise FedstillError(answer["error"])
+            if reference == handle.starting:
+                handle.starting, handle.node, self._failed_starts = None, answer["answer"], 0
+                continue
+            place = handle.assigned.pop(reference)
+            done[place] = self._kept(groups[place], answer["answer"])
+
+    def _kept(self, requests: Sequence[Request], found: Tree) -> list[Tree]:
+        """The answers, once what the clients keep is kept."""
+        for request, state in zip(requests, found["states"], strict=True):
+            if state is not None and not isinstance(request, Score):
+                self._worker.store.write(request.client, request.round, state)
+        return list(found["answers"])
+
+    def _drop(
+        self,
+        handle: WorkerHandle,
+        todo: deque[int],
+        groups: Sequence[Sequence[Request]],
+        deaths: dict[int, int],
+        error: Exception,
+    ) -> None:
+        """Forget a worker that died; its requests are put back to the head of the queue."""
+        import ray
+
+        ray.kill(handle.actor)  # it may only be out of reach
+        self._handles.remove(handle)
+        self.deaths += 1
+        if handle.starting is not None:
+            self._failed_starts += 1
+            if self._failed_starts >= _STARTS_ALLOWED:
+                raise FedstillError(f"workers do not start on the Ray cluster: {in_one_line(error)}") from error
+        if handle.assigned:
+            places = sorted(handle.assigned.values())
+            first = next(iter(handle.assigned.values()))
+            deaths[first] = deaths.get(first, 0) + 1
+            work, where = self._worker.describe(groups[first]), handle.node
+            if deaths[first] >= _DEATHS_ALLOWED:
+                raise FedstillError(f"{work} ended its worker {_DEATHS_ALLOWED} times, at last on {where}; {_ADVICE}")
+            log.warning("%s ended its worker on %s, or the node is gone; it is tried once more", work, where)
+            todo.extendleft(reversed(places))
+
+
+def _remote(gpus: float) -> Any:
+    import ray
+
+    return ray.remote(_Actor).options(num_cpus=1, num_gpus=gpus, scheduling_strategy="SPREAD")
+
+
+def _bare(worker: Worker) -> Worker:
+    """A worker without networks, which every process makes for itself, and without the run directory.
+
+    On the way to another process, a network's parameters would cease to be views of one vector.
+    """
+    task = replace(worker.task)
+    regional = tuple((task.trained_as(its.local), method) for its, method in worker.regional)
+    return replace(worker, task=task, regional=regional, store=Store(Path()))
+
+
+def _versions() -> str:
+    """What must be the same everywhere for the same bits."""
+    return f"fedstill {importlib.metadata.version('fedstill')}, torch {torch.__version__}"
+
+
+class _States(Store):
+    """What the clients of some requests keep: it came with them, and goes back with the answers."""
+
+    def __init__(self, states: dict[int, Tree]) -> None:
+        super().__init__(Path())
+        self._states, self.written = states, dict[int, Tree]()
+
+    def read(self, client: int, before: int) -> Tree | None:
+        return self._states.get(client)
+
+    def write(self, client: int, round_: int, state: Tree) -> None:
+        self.written[client] = state
+
+
+class _Actor:
+    """The life of a worker on a node."""
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+        self._device = device.CPU
+        self._broadcast = ""  # of which `_down` is the content
+        self._down: Message = {}
+
+    def start(self, stored: list[Any], home: dict[str, Any]) -> bytes:
+        """Become a worker of the run that is stored; the answer names the node."""
+        return encode_answer(partial(self._start, stored[0], home), tree.encode)
+
+    def _start(self, stored: Any, home: dict[str, Any]) -> str:
+        import ray
+
+        node = platform.node()
+        if _versions() != home["versions"]:
+            raise FedstillError(
+                f"node {node} of the Ray cluster has {_versions()}, and the run was started with {home['versions']}; "
+                "install the same on all"
+            )
+        torch.set_num_threads(1)
+        keep_memory()
+        sys.path.extend(path for path in home["path"] if path not in sys.path)
+        if os.path.isdir(home["folder"]):
+            os.chdir(home["folder"])
+        if home["gpu"]:
+            self._device = device.find("cuda")  # the one that Ray lets this process see
+        try:
+            self._worker = ray.get(stored)
+        except ImportError as error:
+            raise FedstillError(f"node {node} of the Ray cluster: {error}; install it there") from error
+        return node
+
+    def work(self, message: bytes, broadcast: list[Any]) -> bytes:
+        """The answers to a group of requests, and what their clients keep."""
+        with device.on(self._device):
+            return encode_answer(partial(self._work, message, broadcast[0]), tree.encode)
+
+    def _work(self, message: bytes, broadcast: Any) -> Tree:
+        import ray
+
+        if broadcast.hex() != self._broadcast:
+            self._down, self._broadcast = tree.decode(ray.get(broadcast)), broadcast.hex()
+        assert self._worker is not None
+        found = tree.decode(message)
+        requests = [request_from(fields) for fields in found["requests"]]
+        clients = [None if isinstance(request, Score) else request.client for request in requests]
+        states = {c: s for c, s in zip(clients, found["states"], strict=True) if c is not None and s is not None}
+        store = _States(states)
+        answers = replace(self._worker, store=store).handle_group(requests, self._down)
+        return {"answers": answers, "states": [None if c is None else store.written.get(c) for c in clients]}

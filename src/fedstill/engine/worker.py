@@ -196,9 +196,10 @@ class Worker:
         # A client whose answer the server will drop keeps the state it had.
         if client.touched_state and fault(message, declared) is None:
             self.store.write(request.client, request.round, client.touched_state)
-        metrics = {"train_loss": client.trained.loss} if client.trained else {}
+        private = self.method.guarantee is not None  # then what is measured on a client's samples stays with it
+        metrics = {"train_loss": client.trained.loss} if client.trained and not private else {}
         metrics["seconds"] = time.perf_counter() - began
-        if request.measure:
+        if request.measure and not private:
             metrics |= self._own_model(client)
         return {"samples": samples, "message": message, "metrics": metrics}
 

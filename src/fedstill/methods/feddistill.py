@@ -78,7 +78,7 @@ class FedDistillPlus(FedAvg):
 
         def collected() -> Iterator[Uplink]:
             for up in uplinks:
-                sums.add_(up["logits"] * up["known"].unsqueeze(1))
+                sums.add_(up["logits"] * (up["known"] > 0).unsqueeze(1))
                 counts.add_(up["known"])
                 yield up
 

@@ -41,6 +41,10 @@ class FedHKD(FedAvg):
     def check(self, task: Task) -> None:
         require_features(task, "fedhkd")
 
+    @property
+    def beyond_sums(self) -> str:
+        return "fedhkd weighs every client's class means by its own counts"
+
     def wire(self, task: Task) -> Wire:
         plain, classes = super().wire(task), task.classes
         knowledge = {

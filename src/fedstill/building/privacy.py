@@ -33,7 +33,9 @@ def _solved(region: Region, config: Config, federation: Federation, elsewhere: b
     if not isinstance(method, DP):
         return region
     clients = len(region.clients if elsewhere else with_data(federation.sizes, region.clients))
-    plan = Plan(clients, cohort_size(clients, len(region.clients), region.participation), config.rounds, method.sampling)
+    plan = Plan(
+        clients, cohort_size(clients, len(region.clients), region.participation), config.rounds, method.sampling
+    )
     delta = method.delta_of(len(region.clients))
     if not method.noise_multiplier:
         method = replace(method, noise_multiplier=accounting.noise_multiplier(plan, method.target_epsilon, delta))

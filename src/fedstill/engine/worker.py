@@ -108,6 +108,7 @@ class Worker:
     regional: tuple[tuple[Task, Method], ...] = ()  # how the clients of each region train
     attack: Attack = Attack()  # noqa: RUF009 - it cannot change
     together: int = 1  # clients of one size that are trained at once, at most
+    simulated: bool = True  # if not, what must be secret may not follow from the seed
 
     def handle(self, request: Request, down: Message) -> Tree:
         """Carry out a request with the downlink of the server. The answer is data, ready for any wire."""
@@ -177,6 +178,7 @@ class Worker:
             Samples(dataset.train.x, labels, index, dataset.normalise, again=again),
             down,
             read_state=lambda: self.store.read(request.client, before=request.round) or {},
+            simulated=self.simulated,
         )
 
     def _begin(self, client: Client) -> Objective:

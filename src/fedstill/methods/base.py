@@ -171,6 +171,10 @@ class Guarantee(Protocol):
     """Differential privacy that a method gives; see `fedstill.methods.dp`."""
 
     @property
+    def unit(self) -> Literal["client", "sample"]:
+        """Who is protected: clients with all that they have, from others; or each sample, from the server too."""
+
+    @property
     def sampling(self) -> Sampling:
         """How cohorts are drawn."""
 
@@ -220,6 +224,11 @@ class Method:
     @property
     def beyond_sums(self) -> str:
         """What the server does with single clients' updates, in words; empty: it only takes sums of them."""
+        return ""
+
+    @property
+    def beyond_steps(self) -> str:
+        """What clients make of their samples beside steps on a mean over them, in words; empty: nothing."""
         return ""
 
     @property

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ class DP(Modifier):
     server_keys: ClassVar[tuple[str, ...]] = (_STATE,)
     streams: ClassVar[tuple[str, ...]] = ("privacy noise",)
     outermost: ClassVar[bool] = True
+    unit: ClassVar[Literal["client", "sample"]] = "client"
 
     noise_multiplier: Annotated[
         float, Ge(0), "standard deviation of the noise on the sum, in clips; 0: found from target_epsilon"

@@ -32,6 +32,10 @@ class FedDistillPlus(FedAvg):
 
     c: Annotated[float, Ge(0), "weight of the class logits"] = 1.0
 
+    @property
+    def beyond_steps(self) -> str:
+        return f"{self.name} also sends mean logits of the samples of each class"
+
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
         logits = {

@@ -59,6 +59,10 @@ class FedKF(FedAvg):
         return "fedkf keeps every client's latest model (set t1=false)" if self.t1 else ""
 
     @property
+    def beyond_steps(self) -> str:
+        return "fedkf also trains on generated samples"
+
+    @property
     def averages_all_clients(self) -> bool:
         return self.t1
 

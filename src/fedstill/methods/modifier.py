@@ -47,6 +47,10 @@ class Modifier(Method):
         return self.inner.beyond_sums
 
     @property
+    def beyond_steps(self) -> str:
+        return self.inner.beyond_steps
+
+    @property
     def guarantee(self) -> Guarantee | None:
         return self.inner.guarantee
 

@@ -34,6 +34,10 @@ class QFFL(FedAvg):
     def beyond_sums(self) -> str:
         return "qffl weighs every update by the client's own loss"
 
+    @property
+    def beyond_steps(self) -> str:
+        return "qffl also sends the loss of the samples"
+
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
         loss = Part((), "loss before training", torch.float64, defence="none", kind=Kind.LOSS)

@@ -53,6 +53,7 @@ _MODIFIERS = {
     "t1": "t1:T1",
     "ccvr": "ccvr:CCVR",
     "dp": "dp:DP",
+    "dp-sgd": "dp_sgd:DPSGD",
     "median": "robust:Median",
     "trimmed-mean": "robust:TrimmedMean",
     "norm-clip": "robust:NormClip",

@@ -1,4 +1,4 @@
-"""Gaussian noise: repeatable for simulations, from the system's secure randomness where there is somebody to protect."""
+"""Random numbers for privacy: repeatable in simulations, secret where there is somebody to protect."""
 
 from __future__ import annotations
 
@@ -30,3 +30,10 @@ def _box_muller(count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]
     first, second = ((whole + 0.5) * 2.0**-53).reshape(2, pairs)  # above 0 and below 1
     length, angle = np.sqrt(-2 * np.log(first)), 2 * np.pi * second
     return np.concatenate([length * np.cos(angle), length * np.sin(angle)])[:count]
+
+
+def uniform(count: int, generator: torch.Generator | None) -> Tensor:
+    """Numbers from 0 to 1; without a generator, of the system's secure randomness."""
+    if generator is not None:
+        return torch.rand(count, generator=generator, dtype=torch.float64)
+    return torch.from_numpy((np.frombuffer(os.urandom(8 * count), np.uint64) >> np.uint64(11)) * 2.0**-53)

@@ -36,7 +36,7 @@ from fedstill.running.directory import RunDirectory, without_nan
 from fedstill.running.evaluation import Evaluation, evaluate, tested
 from fedstill.running.judging import History, Judge
 from fedstill.running.machine import make_engine, one_thread
-from fedstill.running.privacy import affordable, promised
+from fedstill.running.privacy import affordable, promised, protects_clients
 from fedstill.running.records import NOT_EVALUATED, Tally, of_own_models, summarise, versions
 from fedstill.running.results import model_file, network, predictor, write_results
 from fedstill.running.retries import Retries
@@ -267,7 +267,7 @@ class RoundLoop:
         self.callbacks.tell("on_evaluation_end", scores)
 
     def _evaluate(self, engine: Engine, model: Tensor) -> Evaluation:
-        ask = not (engine.remote and self.setup.hierarchy.regions[0].method.guarantee)
+        ask = not (engine.remote and protects_clients(self.setup.hierarchy.regions[0].method))
         return evaluate(engine, self.setup.federation, model, self.setup.metrics, self.setup.config.metrics, ask=ask)
 
     def _names(self, clients: Iterable[int]) -> list[str]:
@@ -377,7 +377,7 @@ class RoundLoop:
             tick=self.client_done,
             names=self.setup.federation.names,
             # Whoever is left out because of others could tell of them; private updates are clipped instead.
-            judge=None if method.guarantee else self.judge(engine, down, str(region.number)),
+            judge=None if protects_clients(method) else self.judge(engine, down, str(region.number)),
         )
         with self._stream("server layers", region.number):
             # Nothing has run yet: the clients train while `aggregate` pulls their updates out of the engine's iterator.

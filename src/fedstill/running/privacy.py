@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedstill.building.topology import Hierarchy
-from fedstill.methods.base import Server
+from fedstill.methods.base import Method, Server
 
 # Of a record: measured on clients' own samples, exactly. A simulation may; clients elsewhere are not asked for it.
 _NOT_COVERED = ("amp", "fm", "wlp", "metrics", "clients")
@@ -27,6 +27,11 @@ def promised(hierarchy: Hierarchy, servers: Mapping[int, Server]) -> dict[str, A
         return None
     worst = max(found, key=lambda report: float(report["epsilon"]))
     return worst | {"not sent": list(_NOT_SENT), "not covered": list(_NOT_COVERED)}
+
+
+def protects_clients(method: Method) -> bool:
+    """Whether what others learn of a client is bounded: of its samples, and of all that is measured on them."""
+    return method.guarantee is not None and method.guarantee.unit == "client"
 
 
 def affordable(hierarchy: Hierarchy, servers: Mapping[int, Server], rounds: int) -> bool:

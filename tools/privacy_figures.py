@@ -100,6 +100,7 @@ def opacus_example(out: Path, data_dir: str, epochs: int, seeds: list[int]) -> N
             data_dir=data_dir,
             clients=1,
             partition="iid",
+            test_fraction=0.0,
             participation=1.0,
             rounds=epochs,
             epochs=1,

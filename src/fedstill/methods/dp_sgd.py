@@ -46,8 +46,6 @@ class DPSGD(Modifier):
     def check(self, task: Task) -> None:
         super().check(task)
         opacus("grad_sample")
-        if self.inner.guarantee:
-            raise SettingError("dp-sgd and dp promise two things, a sample's and a client's privacy; compose one")
         if reason := self.inner.beyond_steps:
             raise SettingError(f"dp-sgd makes the steps of training private, and {reason}; leave one out")
         if self.inner.has_final_exchange:

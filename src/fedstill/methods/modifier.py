@@ -59,8 +59,9 @@ class Modifier(Method):
             raise SettingError(f"{self.name} can be composed once")
         rules = [part.name for part in self.inner.parts() if isinstance(part, Modifier) and part.rule]
         if hidden := [p.name for p in self.inner.parts() if isinstance(p, Modifier) and p.outermost]:
-            raise SettingError(f"{self.name} after {hidden[-1]} would use what clients send as it comes; put it before")
-        if rules and not self.rule:
+            instead = "compose one" if self.outermost else f"put {self.name} before it"
+            raise SettingError(f"{self.name} after {hidden[-1]} would use what clients send as it comes; {instead}")
+        if rules and not (self.rule or self.outermost):
             last = f"leave {self.name} out" if self.has_final_exchange else f"put {rules[-1]} last"
             raise SettingError(f"{self.name} after {rules[-1]} uses what clients send as it comes, undefended; {last}")
         self.inner.check(task)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from fedstill.train.task import LocalTraining
 
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
 @dataclass(frozen=True)
 class PrivateSteps:
     """How the steps of one client are made private; without generators, by the system's secure randomness."""
@@ -48,6 +51,9 @@ class PrivateSteps:
         in_place = [layer for layer in module.modules() if getattr(layer, "inplace", False)]
         for layer in in_place:  # what they overwrite is looked at afterwards
             layer.inplace = False  # type: ignore[assignment]
+        # Opacus reads the inputs of convolutions as if they lay in the ordinary order.
+        convolutions = [layer for layer in module.modules() if isinstance(layer, _CONVOLUTIONS)]
+        ordered = [layer.register_forward_pre_hook(_in_order) for layer in convolutions]
         watching = grad_sample.GradSampleModule(module, loss_reduction="mean", strict=False)
         try:
             with warnings.catch_warnings():  # samples need no gradients
@@ -55,6 +61,8 @@ class PrivateSteps:
                 yield
         finally:
             watching.to_standard_module()
+            for hook in ordered:
+                hook.remove()
             for layer in in_place:
                 layer.inplace = True  # type: ignore[assignment]
 
@@ -73,7 +81,11 @@ class PrivateSteps:
             if g is not None:
                 total += torch.einsum("n,n...->...", factors, g)
                 p.grad_sample = None  # type: ignore[attr-defined]
-            p.grad = total.div_(expected)
+            p.grad = torch.empty_like(p).copy_(total.div_(expected))  # laid out as the weights are
+
+
+def _in_order(_layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.contiguous() for x in inputs)
 
 
 def sampled(n: int, local: LocalTraining) -> float:

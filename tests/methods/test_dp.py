@@ -24,7 +24,7 @@ from fedstill.privacy.accounting import Plan, epsilon
 from fedstill.privacy.noise import gaussian
 from fedstill.running.cohorts import Cohorts
 from support.byhand import Array, Uplinks, normed_net, tiny_server
-from support.runs import SMALL, numbers, weights
+from support.runs import SMALL, numbers, slow, weights
 from support.wiretap import setup_of
 
 pytest.importorskip("dp_accounting")
@@ -120,8 +120,8 @@ def test_the_noise_has_the_size_that_is_accounted_also_when_nobody_came(tmp_path
         server.drawn, server.round = (7, 5), round_
         method.start(server)
         method.aggregate(server, iter(()))
-        for name, values in drawn.items():
-            values += seen(server, name).tolist()
+        for name in drawn:
+            drawn[name] += seen(server, name).tolist()
     for name, scale in (("model", 1), ("c_change", 10)):
         assert stats.kstest(drawn[name], stats.norm(0, 3.0 * 0.5 * scale / 5).cdf).pvalue > 0.01
 
@@ -163,7 +163,7 @@ def test_a_simulation_repeats_its_noise_and_a_served_run_does_not(tmp_path: Path
 # --- adaptive clipping ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", [0.05, 60.0])
+@pytest.mark.parametrize("start", [0.5, 60.0])
 def test_an_adaptive_clip_comes_to_the_quantile_from_either_side(tmp_path: Path, start: float) -> None:
     """Of 200 updates with lengths 0.05, 0.10 … 10, seven in ten are no longer than 7."""
     method = DP(noise_multiplier=LITTLE, clip=start, adaptive_clip=0.7, inner=Seeing())
@@ -172,7 +172,7 @@ def test_an_adaptive_clip_comes_to_the_quantile_from_either_side(tmp_path: Path,
     model = server.model.clone()
     direction = torch.eye(len(model), dtype=model.dtype)[0]
     ups = [Uplink(k, 1, {"model": model + 0.05 * (k + 1) * direction}) for k in range(200)]
-    for round_ in range(1, 90):
+    for round_ in range(1, 60):
         server.round = round_
         method.aggregate(server, iter(ups))
     assert server.state["dp"]["clip"] == pytest.approx(7, rel=0.15)  # the count has its noise: 0.05
@@ -188,7 +188,7 @@ def test_the_noise_of_the_count_is_accounted(z: float, expected: int) -> None:
 # --- which methods ----------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    *("fedkf", "qffl", "fedmgda-plus", "fednova", "fedhkd", "feddistill", "fedavg+t1", "fedavg+ccvr"),
+    *("fedkf", "qffl", "fedmgda-plus", "fednova", "fedhkd", "feddistill", "fedavg+t1", "fedavg+ccvr", "fedavg+dp-sgd"),
     *("feddf", "dafkd", "fedhyb", "fedgen", "fedftg", "fedbe", "creff", "lkd", "mtkd", "f2l"),
     *(f"fedavg+{name}" for name in registry.modifiers() if registry.find_part(name).rule),  # type: ignore[attr-defined]
 }
@@ -273,10 +273,10 @@ def test_each_client_is_drawn_by_chance_on_its_own() -> None:
     assert drawn.sum(1).var() == pytest.approx(len(able) * share * (1 - share), rel=0.25)  # a fixed number has none
 
 
-@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+@pytest.mark.parametrize("sampling", ["poisson", slow("fixed")])
 def test_every_record_has_the_epsilon_of_its_rounds(sampling: Any) -> None:
-    result = fedstill.run("fedavg+dp", **QUICK | {"sampling": sampling})
-    expected = [epsilon(Plan(6, 3, n, sampling), 2.0, 1e-3) for n in range(1, 5)]
+    result = fedstill.run("fedavg+dp", **QUICK | {"sampling": sampling, "rounds": 2})
+    expected = [epsilon(Plan(6, 3, n, sampling), 2.0, 1e-3) for n in (1, 2)]
     assert [record["epsilon"] for record in result.records] == pytest.approx(expected)
     assert result.summary["epsilon"] == result.records[-1]["epsilon"]
     assert all(record["train_loss"] is None and record["local_accuracy"] is None for record in result.records)
@@ -284,9 +284,9 @@ def test_every_record_has_the_epsilon_of_its_rounds(sampling: Any) -> None:
 
 
 def test_the_noise_is_found_for_the_epsilon_that_was_asked_for() -> None:
-    result = fedstill.run("fedgkd+dp", **QUICK | {"noise_multiplier": 0.0, "target_epsilon": 3.0})
+    found = {"noise_multiplier": 0.0, "target_epsilon": 3.0, "participation": 1.0}
+    result = fedstill.run("fedgkd+dp", **QUICK | found)
     assert 2.95 < result.summary["epsilon"] <= 3.0
-    assert len(result.records) == 4
 
 
 def test_a_budget_ends_the_run_before_it_is_spent_also_after_a_resume(tmp_path: Path) -> None:
@@ -300,6 +300,7 @@ def test_a_budget_ends_the_run_before_it_is_spent_also_after_a_resume(tmp_path: 
     assert len(again.records) == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_goes_on_with_its_ledger_and_its_noise(tmp_path: Path) -> None:
     class Interrupt(fedstill.Callback):
         def on_round_start(self, run: Any, round_: int, clients: int) -> None:

@@ -110,7 +110,7 @@ def draw_cohort(sizes: IntArray, able: IntArray, count: int, seed: int, round_: 
 
 
 def largest_first(sizes: IntArray, drawn: IntArray) -> list[int]:
-    """The clients in the order in which they train and sums run: no worker is left alone with a large one at the end."""
+    """The clients in the order in which they train and sums run: no worker is left with a large one at the end."""
     cohort: list[int] = drawn[np.lexsort((drawn, -sizes[drawn]))].tolist()
     return cohort
 

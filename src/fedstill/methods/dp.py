@@ -1,9 +1,9 @@
 """Differential privacy of whole clients, for any method whose server only takes sums: McMahan et al., 2018.
 
 What a client sends is one vector: the update of its weights, and every other part of its uplink divided by the part's
-scale. It is shortened to the norm `clip`; Gaussian noise is added to the sum; the sum is divided by the expected size of
-the cohort, which nobody's presence changes. The method inside gets this noisy mean in place of every update, so that
-whatever it makes of it is as private. All clients count alike. What they keep for themselves never leaves them.
+scale. It is shortened to the norm `clip`, Gaussian noise is added to the sum, and the sum is divided by the expected
+size of the cohort, which nobody's presence changes. The method inside gets this noisy mean in place of every update, so
+that whatever it makes of it is as private. All clients count alike. What they keep for themselves never leaves them.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class DP(Modifier):
     def affords(self, server: Server, rounds: int) -> bool:
         if not self.target_epsilon:
             return True
-        next_rounds = Plan(*server.drawn, rounds, self.sampling), self.noise_multiplier
+        before = server.state[_STATE]["rounds"]
+        clients, cohort = before[-1][:2] if before else server.drawn
+        next_rounds = Plan(clients, cohort, rounds, self.sampling), self.noise_multiplier
         ledger = _merged([*_ledger(server, self.sampling), next_rounds])
         return accounting.spent(ledger, self.delta_of(server.clients)) <= self.target_epsilon
 

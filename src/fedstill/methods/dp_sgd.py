@@ -1,8 +1,8 @@
 """Differential privacy of single samples, made by each client itself: Abadi et al., "Deep learning with …", 2016.
 
-Every step of a client's training is private (`train/private.py`), so that whatever follows from its model is: the server
-need not be trusted, and may do with each client's model what it likes. What is promised is accounted client by client,
-by Rényi divergences as Opacus computes them.
+Every step of a client's training is private (`train/private.py`), so that whatever follows from its model is: the
+server need not be trusted, and may do with each client's model what it likes. What is promised is accounted client by
+client, by Rényi divergences as Opacus computes them.
 """
 
 from __future__ import annotations

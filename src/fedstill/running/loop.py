@@ -126,9 +126,9 @@ class RoundLoop:
             self.callbacks.check()
             evaluation = None
             if self.records and self.server.round < config.rounds:
-                run.stopped_by = self._spent(self.server.round)  # it had ended, but was killed before its results
-            last = self.server.round if run.stopped_by else config.rounds
-            for round_ in range(self.server.round + self.rounds_per_step, last + 1, self.rounds_per_step):
+                run.stopped_by = self.spent(self.server.round)  # it had ended, but was killed before its results
+            end = self.server.round if run.stopped_by else config.rounds
+            for round_ in range(self.server.round + self.rounds_per_step, end + 1, self.rounds_per_step):
                 record, evaluation = self._run_round(engine, round_)
                 self.records.append(record)
                 evaluation = self._end_round(engine, record) or evaluation
@@ -166,7 +166,7 @@ class RoundLoop:
         """Tell the callbacks, and keep the round: all of it, if one of them ends the run or fails."""
         run, round_, evaluation = self.callbacks.run, record["round"], None
         record["callbacks"], run.chosen = run.logged, None
-        self._stop = self.callbacks.tell("on_round_end", record) or self._stop or self._spent(round_)
+        self._stop = self.callbacks.tell("on_round_end", record) or self._stop or self.spent(round_)
         if self._stop and round_ < self.setup.config.rounds and self._meets(round_):
             run.stopped_by = self._stop
             if not record["evaluated"]:
@@ -176,7 +176,11 @@ class RoundLoop:
         self.callbacks.check()
         return evaluation
 
-    def _spent(self, round_: int) -> str:
+    def promise(self, _tally: Tally) -> dict[str, Any] | None:
+        """What is promised to clients so far, if anything is."""
+        return promised(self.setup.hierarchy, self.regional)
+
+    def spent(self, round_: int) -> str:
         """What ends the run if the rounds up to the next model of all clients would spend more than its budget."""
         rounds = 1 if self.setup.hierarchy.flat else self.setup.hierarchy.rounds_per_episode
         due = self._meets(round_) and not affordable(self.setup.hierarchy, self.regional, rounds)
@@ -254,7 +258,7 @@ class RoundLoop:
             record["server"] = self.server.notes
         if after:
             record["teachers_after"] = after
-        if (promise := promised(self.setup.hierarchy, self.regional)) is not None:
+        if (promise := self.promise(tally)) is not None:
             record |= {"epsilon": promise["epsilon"], "privacy": promise}
         if tally.left_out:
             record["left_out"] = tally.left_out

@@ -203,6 +203,7 @@ def fit(
             if p.grad is not None:
                 p.grad.add_(p.detach(), alpha=local.weight_decay)
 
+    drawn: Iterator[Batch]
     if private:
         drawn = (gathered(data, local, ids) for ids in private.choices(len(data), local))
     else:

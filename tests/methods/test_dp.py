@@ -235,7 +235,7 @@ def test_a_method_takes_sums_alone_or_is_refused_with_a_reason(name: str, tmp_pa
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
-        ("fedavg+dp", {}, "give noise_multiplier, or target_epsilon"),
+        ("fedavg+dp", {"target_epsilon": 1e6}, "is met with less noise"),
         ("fedavg+t1+dp", {"noise_multiplier": 1.0}, "t1 keeps every client's latest model"),
         ("fedkf+dp", {"noise_multiplier": 1.0}, "set t1=false"),
         ("fedavg+dp+t1", {"noise_multiplier": 1.0}, "t1 after dp"),

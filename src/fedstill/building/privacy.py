@@ -38,7 +38,8 @@ def _solved(region: Region, config: Config, federation: Federation, elsewhere: b
     )
     delta = method.delta_of(len(region.clients))
     if not method.noise_multiplier:
-        method = replace(method, noise_multiplier=accounting.noise_multiplier(plan, method.target_epsilon, delta))
+        noise = accounting.noise_multiplier(plan, method.target_epsilon, delta) if method.target_epsilon else 1.0
+        method = replace(method, noise_multiplier=noise)
     first = replace(plan, rounds=max(1, config.rounds_per_episode if not config.flat else 1))
     if method.target_epsilon and (least := accounting.epsilon(first, method.noise_multiplier, delta)) > (
         method.target_epsilon

@@ -47,7 +47,7 @@ class DP(Modifier):
     unit: ClassVar[Literal["client", "sample"]] = "client"
 
     noise_multiplier: Annotated[
-        float, Ge(0), "standard deviation of the noise on the sum, in clips; 0: found from target_epsilon"
+        float, Ge(0), "standard deviation of the noise on the sum, in clips; 0: found from target_epsilon, or 1"
     ] = 0.0
     clip: Annotated[float, Gt(0), "largest norm of a client's update; with adaptive_clip, of the first round's"] = 1.0
     delta: Annotated[float, Ge(0), Lt(1), "how likely the promise may fail; 0: 0.1 / clients"] = 0.0
@@ -62,8 +62,6 @@ class DP(Modifier):
 
     def check(self, task: Task) -> None:
         super().check(task)
-        if not (self.noise_multiplier or self.target_epsilon):
-            raise SettingError("dp: give noise_multiplier, or target_epsilon, from which it is found")
         if reason := self.inner.beyond_sums:
             raise SettingError(f"dp gives the server the noisy sum of the updates alone, and {reason}; leave one out")
         if not self.inner.global_model:
@@ -118,8 +116,6 @@ class DP(Modifier):
     # --- what the server makes of the updates ---------------------------------------------------------------------
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
-        if not self.noise_multiplier:
-            raise SettingError("dp: the noise for target_epsilon was not looked for")  # building/privacy.py does
         state, parts = server.state[_STATE], self.inner.wire(server.task).up
         clip, (drawn_from, expected) = state["clip"], server.drawn
         scales = {name: self._scale(name, part) for name, part in parts.items()}

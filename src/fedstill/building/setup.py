@@ -11,6 +11,7 @@ import torch
 from fedstill.attacks.attack import Attack, plan
 from fedstill.building.config import Config
 from fedstill.building.data import data_notes, divide, encoder_of, load_data, standardise, wanted_size
+from fedstill.building.privacy import with_noise
 from fedstill.building.task import Network, make_task
 from fedstill.building.topology import (
     Hierarchy,
@@ -88,6 +89,7 @@ def prepare(
     check_labels(config.method, method, federation)
     hierarchy = arrange(config, task, federation, method)
     check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
+    hierarchy = with_noise(hierarchy, config, federation, elsewhere=elsewhere)
     attack = attack_of(config, federation, hierarchy)
     notes += [
         *_warnings(config, task, federation, hierarchy),

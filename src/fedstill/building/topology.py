@@ -103,12 +103,14 @@ def cohort_size(able: int, members: int, participation: float) -> int:
 
 
 def draw_cohort(sizes: IntArray, able: IntArray, count: int, seed: int, round_: int, region: int = 0) -> list[int]:
-    """The clients of a round, drawn uniformly among those that can take part: the same for every method.
-
-    The largest come first, so that no worker is left alone with a large one at the end. Sums run in this order.
-    """
+    """The clients of a round, drawn uniformly among those that can take part: the same for every method."""
     where = (round_, region) if region else (round_,)
     drawn = able[seeds.numpy_rng(seed, "cohort", *where).choice(len(able), count, replace=False)]
+    return largest_first(sizes, drawn)
+
+
+def largest_first(sizes: IntArray, drawn: IntArray) -> list[int]:
+    """The clients in the order in which they train and sums run: no worker is left with a large one at the end."""
     cohort: list[int] = drawn[np.lexsort((drawn, -sizes[drawn]))].tolist()
     return cohort
 

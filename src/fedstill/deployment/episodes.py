@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from fedstill.building.topology import Region
@@ -58,6 +60,15 @@ class EpisodeLoop(RoundLoop):
         tally.metrics = answers.metrics
         tally.left_out = [region.name for region in chosen if region.number not in self._regional_models]
         return tally, [region for region in chosen if region.number in self._regional_models]
+
+    def promise(self, tally: Tally) -> dict[str, Any] | None:
+        """That of the region that spent most, as it reports; each ends by itself before it spends more than it may."""
+        if not any(region.method.guarantee for region in self.setup.hierarchy.regions):
+            return None
+        return {"epsilon": max(tally.metrics.get("epsilon", []), default=None), "reported by": "the regions"}
+
+    def spent(self, round_: int) -> str:
+        return ""
 
     def regional_model(self, region: Region) -> Tensor:
         return self._regional_models[region.number]

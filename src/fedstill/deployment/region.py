@@ -47,6 +47,7 @@ from fedstill.running.directory import RunDirectory, without_nan
 from fedstill.running.logfile import logging_to
 from fedstill.running.loop import RoundLoop
 from fedstill.running.machine import one_thread
+from fedstill.running.privacy import affordable
 from fedstill.running.rollback import ROLLBACKS, seen, unseen
 from fedstill.running.uplinks import TooFewClients, fewest_answers
 
@@ -75,6 +76,9 @@ class RegionalLoop(RoundLoop):
         if self.server.round < first:  # else it has begun, or was done, before this process was
             self.server.round, self.server.model = first - 1, model
         self.count_samples()
+        left = last - self.server.round
+        if self.records and left and not affordable(self.setup.hierarchy, self.regional, left):
+            raise FedstillError("the region's privacy budget (target_epsilon) does not reach for another episode")
         for round_ in range(self.server.round + 1, last + 1):
             began = time.perf_counter()
             sites.request_timeout = (end - time.monotonic()) / (last + 1 - round_)
@@ -93,6 +97,8 @@ class RegionalLoop(RoundLoop):
             }
             if tally.left_out:
                 record["left_out"] = tally.left_out
+            if (promise := self.promise(tally)) is not None:
+                record |= {"epsilon": promise["epsilon"], "privacy": promise}
             self.records.append(without_nan(record))
             self.directory.append(self.records[-1])
             self.checkpoint()
@@ -106,7 +112,7 @@ class RegionalLoop(RoundLoop):
         self.directory.settle()  # what is answered has happened
         rounds = [record for record in self.records if first <= record["round"] <= last]
         metrics = {name: float(sum(value_of(record, name) or 0 for record in rounds)) for name in TOTALS}
-        known = {name: value_of(rounds[-1], name) for name in ("train_loss", "local_accuracy")}
+        known = {name: value_of(rounds[-1], name) for name in ("train_loss", "local_accuracy", "epsilon")}
         means = {name: mean for name, mean in known.items() if mean is not None}
         only = self.setup.hierarchy.regions[0]
         samples = int(self.setup.federation.sizes.sum())

@@ -66,6 +66,7 @@ _MOST_ROUNDS = 10**9
 _NEWCOMER_TIMEOUT = 30.0  # seconds that a newcomer may take to report its number of samples
 # What a site may report of itself; anything else is not looked at.
 _RANGES = {
+    "epsilon": (0.0, 1e9),  # of a region
     **dict.fromkeys(("local_accuracy", "test_accuracy"), (0.0, 1.0)),
     **dict.fromkeys(("train_loss", "test_loss"), (-1e6, 1e6)),
     "seconds": (0.0, 1e7),

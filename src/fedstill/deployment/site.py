@@ -283,7 +283,7 @@ class Site:
             for name, inside in regional or [(config.method, (task, method))]:
                 self._consent.check(run_number(run), name, inside[1], inside[0])
         store = Store(self._directory / STATE / run_number(run), run=run_number(run), earlier=True)
-        return Worker(task, federation, method, store, tuple(inside for _, inside in regional))
+        return Worker(task, federation, method, store, tuple(inside for _, inside in regional), simulated=False)
 
     def _fetching(self, *, own: bool) -> AbstractContextManager[None]:
         """What a server names is not fetched from the network, unless the policy says so."""

@@ -109,6 +109,7 @@ class Worker:
     regional: tuple[tuple[Task, Method], ...] = ()  # how the clients of each region train
     attack: Attack = Attack()  # noqa: RUF009 - it cannot change
     together: int = 1  # clients of one size that are trained at once, at most
+    simulated: bool = True  # if not, what must be secret may not follow from the seed
 
     def handle(self, request: Request, down: Message) -> Tree:
         """Carry out a request with the downlink of the server. The answer is data, ready for any wire."""
@@ -190,6 +191,7 @@ class Worker:
             Samples(dataset.train.x, labels, index, dataset.normalise, again=again),
             down,
             read_state=lambda: self.store.read(request.client, before=request.round) or {},
+            simulated=self.simulated,
         )
 
     def _begin(self, client: Client) -> Objective:
@@ -209,9 +211,10 @@ class Worker:
         # A client whose answer the server will drop keeps the state it had.
         if client.touched_state and fault(message, declared) is None:
             self.store.write(request.client, request.round, client.touched_state)
-        metrics = {"train_loss": client.trained.loss} if client.trained else {}
+        private = self.method.guarantee is not None  # then what is measured on a client's samples stays with it
+        metrics = {"train_loss": client.trained.loss} if client.trained and not private else {}
         metrics["seconds"] = time.perf_counter() - began
-        if request.measure:
+        if request.measure and not private:
             metrics |= self._own_model(client)
         return {"samples": samples, "message": message, "metrics": metrics}
 

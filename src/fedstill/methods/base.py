@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, Protocol, final
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedstill.aggregate.mean import weighted_mean
 from fedstill.core import seeds
+from fedstill.core.choices import Sampling
 from fedstill.core.reports import cleaned
 from fedstill.core.store import Store
 from fedstill.core.tree import Message, Tree, first_not_finite
@@ -45,6 +46,9 @@ class Part:
     # that choose whole uplinks, or none (one client's number can count without limit).
     defence: Literal["any", "selection", "none"] = "selection"
     kind: Kind = Kind.OTHER  # what a site's policy knows it as
+    # How long it is, about, beside a model's update of length 1: what is clipped together is divided by it. None: its
+    # numbers are about 1.
+    scale: float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -140,6 +144,8 @@ class Server:
         self.region = region  # the number of its region, if there are several
         self.pool = pool  # labelled samples that the server itself holds
         self.round = 0  # the round in progress, from 1
+        self.drawn = self.clients, self.clients  # how many the round's cohort is drawn from, and its expected size
+        self.simulated = True  # if not, there is somebody from whom random numbers must be kept secret
         self.model: Tensor = task.initial  # the global weights
         self.before: Tensor = task.initial  # those that the round began with, for what works after the average
         self.state: dict[str, Any] = {}  # what the method keeps between rounds; part of every checkpoint
@@ -159,6 +165,24 @@ class Server:
         """The library's own streams; a method declares those it draws from in `streams`."""
         where = (self.round, self.region) if self.region else (self.round,)
         return seeds.torch_rng(self.task.seed, f"server: {purpose}", *where)
+
+
+class Guarantee(Protocol):
+    """Differential privacy that a method gives; see `fedstill.methods.dp`."""
+
+    @property
+    def unit(self) -> Literal["client", "sample"]:
+        """Who is protected: clients with all that they have, from others; or each sample, from the server too."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How cohorts are drawn."""
+
+    def report(self, server: Server) -> dict[str, Any]:
+        """What is promised so far, for the round's record: `epsilon`, `delta`, and of whom."""
+
+    def affords(self, server: Server, rounds: int) -> bool:
+        """Whether so many further rounds stay within the budget."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +220,21 @@ class Method:
     def fewest_clients(self) -> int:
         """How many clients a round needs."""
         return 1
+
+    @property
+    def beyond_sums(self) -> str:
+        """What the server does with single clients' updates, in words; empty: it only takes sums of them."""
+        return ""
+
+    @property
+    def beyond_steps(self) -> str:
+        """What clients make of their samples beside steps on a mean over them, in words; empty: nothing."""
+        return ""
+
+    @property
+    def guarantee(self) -> Guarantee | None:
+        """The differential privacy that the method gives, if it does."""
+        return None
 
     @property
     def averages_all_clients(self) -> bool:

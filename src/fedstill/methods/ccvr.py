@@ -56,6 +56,14 @@ class CCVR(Modifier):
         return replace(super().wire(task), last=last)
 
     @property
+    def beyond_sums(self) -> str:
+        return "ccvr asks every client once more after the last round"
+
+    @property
+    def beyond_steps(self) -> str:
+        return "ccvr asks for statistics of the features of each class"
+
+    @property
     def has_final_exchange(self) -> bool:
         return True
 

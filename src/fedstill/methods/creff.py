@@ -46,6 +46,10 @@ class CReFF(ServerSide):
         super().check(task)
         require_features(task, "creff")
 
+    @property
+    def beyond_steps(self) -> str:
+        return "creff also sends gradients of each class"
+
     def wire(self, task: Task) -> Wire:
         inner, size = super().wire(task), len(read_head(task, task.initial))
         gradients = {

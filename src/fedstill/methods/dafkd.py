@@ -74,6 +74,10 @@ class DaFKD(Distilling):
 
     # --- what crosses -------------------------------------------------------------------------------------------
 
+    @property
+    def beyond_steps(self) -> str:
+        return "dafkd also trains a discriminator on the samples"
+
     def wire(self, task: Task) -> Wire:
         def weights(name: str, network: Auxiliary) -> dict[str, Part]:
             return {name: Part((network.net.size,), name, task.dtype, kind=Kind.GENERATOR)}

@@ -32,6 +32,10 @@ class FedDistillPlus(FedAvg):
 
     c: Annotated[float, Ge(0), "weight of the class logits"] = 1.0
 
+    @property
+    def beyond_steps(self) -> str:
+        return f"{self.name} also sends mean logits of the samples of each class"
+
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
         logits = {
@@ -78,7 +82,7 @@ class FedDistillPlus(FedAvg):
 
         def collected() -> Iterator[Uplink]:
             for up in uplinks:
-                sums.add_(up["logits"] * up["known"].unsqueeze(1))
+                sums.add_(up["logits"] * (up["known"] > 0).unsqueeze(1))
                 counts.add_(up["known"])
                 yield up
 

@@ -50,6 +50,10 @@ class FedFTG(ServerSide):
         check_image_shape(task.dataset.shape)
         super().check(task)
 
+    @property
+    def beyond_steps(self) -> str:
+        return "fedftg also sends how many samples of each class there are"
+
     def wire(self, task: Task) -> Wire:
         inner = super().wire(task)
         return Wire(

@@ -52,6 +52,10 @@ class FedGen(ServerSide):
         super().check(task)
         require_features(task, "fedgen")
 
+    @property
+    def beyond_steps(self) -> str:
+        return "fedgen also sends how many samples of each class there are"
+
     def wire(self, task: Task) -> Wire:
         inner = super().wire(task)
         generator = Part((self.generator(task).net.size,), "generator of features", task.dtype, kind=Kind.GENERATOR)

@@ -41,6 +41,14 @@ class FedHKD(FedAvg):
     def check(self, task: Task) -> None:
         require_features(task, "fedhkd")
 
+    @property
+    def beyond_sums(self) -> str:
+        return "fedhkd weighs every client's class means by its own counts"
+
+    @property
+    def beyond_steps(self) -> str:
+        return "fedhkd also sends means over the samples of each class"
+
     def wire(self, task: Task) -> Wire:
         plain, classes = super().wire(task), task.classes
         knowledge = {

@@ -80,6 +80,10 @@ class FedHyb(Distilling):
 
     # --- client -------------------------------------------------------------------------------------------------
 
+    @property
+    def beyond_steps(self) -> str:
+        return "fedhyb trains several sub-networks in one step"
+
     def objective(self, client: Client) -> Objective:
         inner = super().objective(client)
         if not self.on_clients:

@@ -55,6 +55,14 @@ class FedKF(FedAvg):
     activation_mean: Annotated[bool, "mean of the absolute features instead of their sum"] = True
 
     @property
+    def beyond_sums(self) -> str:
+        return "fedkf keeps every client's latest model (set t1=false)" if self.t1 else ""
+
+    @property
+    def beyond_steps(self) -> str:
+        return "fedkf also trains on generated samples"
+
+    @property
     def averages_all_clients(self) -> bool:
         return self.t1
 

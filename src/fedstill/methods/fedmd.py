@@ -50,6 +50,10 @@ class FedMD(FedAvg):
         if task.proxy is None:
             raise SettingError("fedmd needs public samples: set proxy to a dataset, or proxy=pool")
 
+    @property
+    def beyond_steps(self) -> str:
+        return "fedmd also trains on public samples"
+
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
         assert task.proxy is not None

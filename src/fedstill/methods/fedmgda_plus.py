@@ -29,6 +29,10 @@ class FedMGDAPlus(FedAvg):
     epsilon: Annotated[float, Ge(0), Le(1), "how far the weights may leave n_k/n"] = 0.1
     eta: Annotated[float, Gt(0), "length of the server's step: updates are normalised to length 1"] = 1.0
 
+    @property
+    def beyond_sums(self) -> str:
+        return "fedmgda-plus compares the clients' updates with each other"
+
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         ups = list(uplinks)  # the direction depends on all of them at once
         trainable, w_t = server.task.trainable, server.model.double()

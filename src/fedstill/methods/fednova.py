@@ -30,6 +30,10 @@ class FedNova(FedAvg):
         if task.local.optimizer != "sgd":
             raise SettingError("fednova knows how to normalise sgd steps only; set optimizer=sgd")
 
+    @property
+    def beyond_sums(self) -> str:
+        return "fednova divides every update by the client's own number of steps"
+
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
         steps = Part((), "normalised number of steps", torch.float64, defence="none", kind=Kind.STEPS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
-from fedstill.methods.base import Method, Needs, Server, Uplink, Wire
+from fedstill.methods.base import Guarantee, Method, Needs, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.base import Classifier
 from fedstill.train.client import Client
@@ -23,6 +23,7 @@ class Modifier(Method):
     """Passes every question on to the method it modifies."""
 
     rule: ClassVar[bool] = False  # whether it defends the methods inside it against malicious clients
+    outermost: ClassVar[bool] = False  # whether nothing may see what clients send before it does
 
     inner: Method = field(default_factory=FedAvg, kw_only=True)
 
@@ -41,11 +42,26 @@ class Modifier(Method):
     def fewest_clients(self) -> int:
         return self.inner.fewest_clients
 
+    @property
+    def beyond_sums(self) -> str:
+        return self.inner.beyond_sums
+
+    @property
+    def beyond_steps(self) -> str:
+        return self.inner.beyond_steps
+
+    @property
+    def guarantee(self) -> Guarantee | None:
+        return self.inner.guarantee
+
     def check(self, task: Task) -> None:
         if any(type(part) is type(self) for part in self.inner.parts()):
             raise SettingError(f"{self.name} can be composed once")
         rules = [part.name for part in self.inner.parts() if isinstance(part, Modifier) and part.rule]
-        if rules and not self.rule:
+        if hidden := [p.name for p in self.inner.parts() if isinstance(p, Modifier) and p.outermost]:
+            instead = "compose one" if self.outermost else f"put {self.name} before it"
+            raise SettingError(f"{self.name} after {hidden[-1]} would use what clients send as it comes; {instead}")
+        if rules and not (self.rule or self.outermost):
             last = f"leave {self.name} out" if self.has_final_exchange else f"put {rules[-1]} last"
             raise SettingError(f"{self.name} after {rules[-1]} uses what clients send as it comes, undefended; {last}")
         self.inner.check(task)

@@ -30,6 +30,14 @@ class QFFL(FedAvg):
 
     q: Annotated[float, Ge(0), "how much a larger loss counts; 0: uniform average"] = 1e-4
 
+    @property
+    def beyond_sums(self) -> str:
+        return "qffl weighs every update by the client's own loss"
+
+    @property
+    def beyond_steps(self) -> str:
+        return "qffl also sends the loss of the samples"
+
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
         loss = Part((), "loss before training", torch.float64, defence="none", kind=Kind.LOSS)

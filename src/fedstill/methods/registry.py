@@ -52,6 +52,8 @@ _METHODS = {
 _MODIFIERS = {
     "t1": "t1:T1",
     "ccvr": "ccvr:CCVR",
+    "dp": "dp:DP",
+    "dp-sgd": "dp_sgd:DPSGD",
     "median": "robust:Median",
     "trimmed-mean": "robust:TrimmedMean",
     "norm-clip": "robust:NormClip",

@@ -38,7 +38,10 @@ class SCAFFOLD(FedAvg):
 
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
-        control = Part((task.trainable,), "control variate", task.dtype, defence="any", kind=Kind.GRADIENTS)
+        length = 1 / (task.local.lr * task.local.epochs)  # of a gradient, if an update of one step an epoch has 1
+        control = Part(
+            (task.trainable,), "control variate", task.dtype, defence="any", kind=Kind.GRADIENTS, scale=length
+        )
         return Wire(plain.down | {"c": control}, plain.up | {"c_change": control})
 
     def start(self, server: Server) -> None:

@@ -38,6 +38,10 @@ class ServerSide(Modifier):
                 "all clients' models; put +t1 last, or leave it out"
             )
 
+    @property
+    def beyond_sums(self) -> str:
+        return f"{self.name} works with every client's own model"
+
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         ensemble: list[Uplink] = []
 

@@ -35,6 +35,10 @@ class T1(Modifier):
             raise SettingError("t1 averages the clients' models, and with this method they do not send any")
 
     @property
+    def beyond_sums(self) -> str:
+        return "t1 keeps every client's latest model, to take it out of the mean again"
+
+    @property
     def averages_all_clients(self) -> bool:
         return True
 

@@ -70,6 +70,8 @@ class RoundRecord(Scores, total=False):
     left_out: list[str]  # sites whose answers do not count
     untested: list[str]  # clients with tests that did not report a result
     callbacks: dict[str, Measured]  # what callbacks logged
+    epsilon: Measured  # what the models so far tell of a client or sample, if that is bounded
+    privacy: dict[str, Any]  # the rest of this promise
 
 
 class BestAndFinal(TypedDict, total=False):
@@ -122,6 +124,8 @@ class Summary(BestAndFinal, total=False):
     parameters: int
     versions: dict[str, str]
     stopped_by: str  # the callback that ended the run before its last round
+    epsilon: Measured  # with a private method: what was spent
+    privacy: dict[str, Any]
     restored_round: int  # the round whose model is the result, if a callback chose one
 
 

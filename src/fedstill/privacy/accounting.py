@@ -13,7 +13,9 @@ noise of standard deviation `noise_multiplier x clip` is added to the sum. It pr
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache, reduce
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +24,7 @@ from fedstill.core.errors import SettingError
 
 _LEAST, _MOST = 0.2, 1e4  # noise multipliers to look between: with less noise than that, epsilon says nothing
 _TOLERANCE = 1e-3  # of a noise multiplier that is looked for
+_GRID = 1e-3  # of privacy losses, which are rounded up: epsilon is too large by less than 1e-3 of itself
 
 
 @dataclass(frozen=True)
@@ -57,33 +60,71 @@ def epsilon(plan: Plan, noise_multiplier: float, delta: float) -> float:
     >>> round(epsilon(Plan(clients=10_000, cohort=1, rounds=100), noise_multiplier=0.4975, delta=1e-8), 2)
     2.0
     """
-    _check_delta(delta)
-    if noise_multiplier < 0 or not math.isfinite(noise_multiplier):
-        raise SettingError(f"noise_multiplier is {noise_multiplier:g}; give a number from 0 on")
-    if noise_multiplier < _LEAST:
+    return spent([(plan, noise_multiplier)], delta)
+
+
+def spent(rounds: Iterable[tuple[Plan, float]], delta: float) -> float:
+    """The epsilon of rounds of several kinds one after the other, each with its noise multiplier."""
+    check_delta(delta)
+    return _spent(tuple(rounds), delta)
+
+
+@lru_cache(maxsize=256)  # a run asks before a round whether it can afford it, and after it what it spent
+def _spent(rounds: tuple[tuple[Plan, float], ...], delta: float) -> float:
+    for _, noise in rounds:
+        if noise < 0 or not math.isfinite(noise):
+            raise SettingError(f"noise_multiplier is {noise:g}; give a number from 0 on")
+    if any(noise < _LEAST for _, noise in rounds):
         return math.inf
-    accountant = _accountant(plan)
-    accountant.compose(_event(plan, noise_multiplier))
+    if not rounds:
+        return 0.0
+    if all(plan.sampling == "poisson" or plan.cohort == plan.clients for plan, _ in rounds):
+        losses = [_one_loss(*_gaussian(plan, noise)).self_compose(plan.rounds) for plan, noise in rounds]
+        return float(reduce(lambda one, other: one.compose(other), losses).get_epsilon_for_delta(delta))
+    library = _library()
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant(neighboring_relation=library.NeighboringRelation.REPLACE_ONE)
+    for plan, noise in rounds:
+        one = library.GaussianDpEvent(noise / 2)  # a client that is replaced moves the sum by twice the clip
+        if plan.cohort < plan.clients:
+            one = library.SampledWithoutReplacementDpEvent(plan.clients, plan.cohort, one)
+        accountant.compose(one, plan.rounds)
     return float(accountant.get_epsilon(delta))
+
+
+def _gaussian(plan: Plan, noise: float) -> tuple[float, float]:
+    """The noise that one client of a round hides in, in units of what it can move, and how likely it is in the round.
+
+    A client that is replaced moves the sum by twice the clip.
+    """
+    return (noise, plan.sampled) if plan.sampling == "poisson" else (noise / 2, 1.0)
+
+
+@lru_cache(maxsize=32)
+def _one_loss(noise: float, sampled: float) -> Any:
+    """The privacy loss distribution of one round."""
+    _library()
+    from dp_accounting.pld import privacy_loss_distribution
+
+    return privacy_loss_distribution.from_gaussian_mechanism(
+        noise, sampling_prob=sampled, value_discretization_interval=_GRID
+    )
 
 
 def noise_multiplier(plan: Plan, epsilon: float, delta: float) -> float:
     """The least noise that keeps all rounds within `epsilon` at `delta`."""
-    _check_delta(delta)
+    check_delta(delta)
     if not 0 < epsilon < math.inf:
         raise SettingError(f"epsilon is {epsilon:g}; give a number above 0")
-    found = _library().calibrate_dp_mechanism(
-        lambda: _accountant(plan),
-        lambda noise: _event(plan, noise),
-        epsilon,
-        delta,
-        bracket_interval=_bracket(plan, epsilon, delta),
-        tol=_TOLERANCE,
-    )
-    return float(found)
+    less, more = _bracket(plan, epsilon, delta)
+    while more - less > _TOLERANCE:
+        middle = (less + more) / 2
+        less, more = (less, middle) if spent([(plan, middle)], delta) <= epsilon else (middle, more)
+    return more
 
 
-def _bracket(plan: Plan, target: float, delta: float) -> Any:
+def _bracket(plan: Plan, target: float, delta: float) -> tuple[float, float]:
     """Two noise multipliers, of which one spends more than the target and the other does not."""
     less = more = 1.0
     while epsilon(plan, more, delta) > target:
@@ -94,32 +135,10 @@ def _bracket(plan: Plan, target: float, delta: float) -> Any:
         less, more = less / 2, less
         if less < _LEAST:
             raise SettingError(f"epsilon {target:g} is met with less noise than {more:g} x clip; ask for a smaller one")
-    return _library().ExplicitBracketInterval(less, more)
+    return less, more
 
 
-def _accountant(plan: Plan) -> Any:
-    library = _library()
-    if plan.sampling == "poisson" or plan.cohort == plan.clients:
-        from dp_accounting.pld import PLDAccountant
-
-        return PLDAccountant()
-    from dp_accounting.rdp import RdpAccountant
-
-    return RdpAccountant(neighboring_relation=library.NeighboringRelation.REPLACE_ONE)
-
-
-def _event(plan: Plan, noise: float) -> Any:
-    library = _library()
-    if plan.sampling == "fixed":
-        one = library.GaussianDpEvent(noise / 2)  # a client that is replaced moves the sum by twice the clip
-        if plan.cohort < plan.clients:
-            one = library.SampledWithoutReplacementDpEvent(plan.clients, plan.cohort, one)
-    else:
-        one = library.PoissonSampledDpEvent(plan.sampled, library.GaussianDpEvent(noise))
-    return library.SelfComposedDpEvent(one, plan.rounds)
-
-
-def _check_delta(delta: float) -> None:
+def check_delta(delta: float) -> None:
     if not 0 < delta < 1:
         raise SettingError(f"delta is {delta:g}; give a number between 0 and 1, below 1 / clients")
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
+
 import numpy as np
 
-from fedstill.building.topology import Hierarchy, Region, cohort_size, draw_cohort, with_data
+from fedstill.building.topology import Hierarchy, Region, cohort_size, draw_cohort, largest_first, with_data
+from fedstill.core import seeds
 from fedstill.core.arrays import IntArray
 
 
@@ -15,26 +18,42 @@ class Cohorts:
         self._hierarchy, self._sizes, self._seed = hierarchy, sizes, seed
         # Of each region; to look for them among a million takes longer than a round.
         self._able: dict[int, IntArray] = {}
+        # Of each region in the last round drawn: from how many clients, and how many were expected.
+        self.drawn: dict[int, tuple[int, int]] = {}
 
     def count(self, sizes: IntArray) -> None:
         """Somebody came who was not there before."""
         self._sizes, self._able = sizes, {}
 
-    def draw(self, round_: int, absent: set[int]) -> list[tuple[Region, list[int]]]:
-        """The regions that take part in a round, each with its active clients."""
+    def draw(self, round_: int, absent: set[int], *, secret: bool = False) -> list[tuple[Region, list[int]]]:
+        """The regions that take part in a round, each with its active clients.
+
+        `secret`: privacy counts on it that nobody knows who was drawn, and clients elsewhere know the seed.
+        """
         return [
-            (region, self._cohort(region, _without(members, absent), round_))
+            (region, self._cohort(region, _without(members, absent), round_, secret=secret))
             for region, members in self._hierarchy.present(round_)
         ]
 
-    def _cohort(self, region: Region, members: IntArray, round_: int) -> list[int]:
+    def _cohort(self, region: Region, members: IntArray, round_: int, *, secret: bool) -> list[int]:
         able = self._able.get(region.number) if members is region.clients else None
         if able is None:
             able = with_data(self._sizes, members)
         if members is region.clients:
             self._able[region.number] = able
         count = cohort_size(len(able), len(members), region.participation)
-        return draw_cohort(self._sizes, able, count, self._seed, round_, region.number)
+        self.drawn[region.number] = len(able), count
+        guarantee = region.method.guarantee
+        if guarantee is None or (guarantee.sampling == "fixed" and not secret):
+            return draw_cohort(self._sizes, able, count, self._seed, round_, region.number)
+        if guarantee.sampling == "fixed":
+            drawn = np.array(secrets.SystemRandom().sample(able.tolist(), count), np.int64)
+        elif secret:
+            drawn = able[[secrets.SystemRandom().random() < count / len(able) for _ in able]]
+        else:
+            rng = seeds.numpy_rng(self._seed, "private cohort", round_, region.number)
+            drawn = able[rng.random(len(able)) < count / len(able)]
+        return largest_first(self._sizes, drawn)
 
 
 def _without(members: IntArray, absent: set[int]) -> IntArray:

@@ -64,9 +64,15 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine, federation: Federation, model: Tensor, metrics: Sequence[Metric] = (), named: Sequence[str] = ()
+    engine: Engine,
+    federation: Federation,
+    model: Tensor,
+    metrics: Sequence[Metric] = (),
+    named: Sequence[str] = (),
+    *,
+    ask: bool = True,
 ) -> Evaluation:
-    """Score a model on all test data there are.
+    """Score a model on all test data there are; unless clients elsewhere may not be asked for their results.
 
     `metrics` are functions of probabilities; `named` are all that the settings name, of which clients elsewhere may
     send counts.
@@ -82,7 +88,7 @@ def evaluate(
     untested: tuple[int, ...] = ()
     if federation.test_source == "test":
         own: Outcomes | None = on_test.take(federation.test_index)
-    elif (found := engine.local_tests({"model": model})) is not None:
+    elif (found := engine.local_tests({"model": model}) if ask else {}) is not None:
         own, (fair, untested) = None, _fairness_of_those_tested(found, federation.test_sizes)
         table |= _metrics_of_those_tested(found, named)
     else:

@@ -36,6 +36,7 @@ from fedstill.running.directory import RunDirectory, without_nan
 from fedstill.running.evaluation import Evaluation, evaluate, tested
 from fedstill.running.judging import History, Judge
 from fedstill.running.machine import make_engine, one_thread
+from fedstill.running.privacy import affordable, promised, protects_clients
 from fedstill.running.records import NOT_EVALUATED, Tally, of_own_models, summarise, versions
 from fedstill.running.results import model_file, network, predictor, write_results
 from fedstill.running.retries import Retries
@@ -124,7 +125,10 @@ class RoundLoop:
             self.callbacks.tell("on_run_start")
             self.callbacks.check()
             evaluation = None
-            for round_ in range(self.server.round + self.rounds_per_step, config.rounds + 1, self.rounds_per_step):
+            if self.records and self.server.round < config.rounds:
+                run.stopped_by = self.spent(self.server.round)  # it had ended, but was killed before its results
+            end = self.server.round if run.stopped_by else config.rounds
+            for round_ in range(self.server.round + self.rounds_per_step, end + 1, self.rounds_per_step):
                 record, evaluation = self._run_round(engine, round_)
                 self.records.append(record)
                 evaluation = self._end_round(engine, record) or evaluation
@@ -146,6 +150,8 @@ class RoundLoop:
         if self.setup.method.has_final_exchange and evaluation is not None:
             last = {f"final_{name}": value for name, value in without_nan(evaluation.record()).items()}
             summary["also"] = {"after the last exchange": cast(BestAndFinal, last), **summary.get("also", {})}
+        if self.records and "privacy" in self.records[-1]:
+            summary |= {"epsilon": self.records[-1]["epsilon"], "privacy": self.records[-1]["privacy"]}
         if run.stopped_by:
             summary["stopped_by"] = run.stopped_by
         if run.chosen:
@@ -160,7 +166,7 @@ class RoundLoop:
         """Tell the callbacks, and keep the round: all of it, if one of them ends the run or fails."""
         run, round_, evaluation = self.callbacks.run, record["round"], None
         record["callbacks"], run.chosen = run.logged, None
-        self._stop = self.callbacks.tell("on_round_end", record) or self._stop
+        self._stop = self.callbacks.tell("on_round_end", record) or self._stop or self.spent(round_)
         if self._stop and round_ < self.setup.config.rounds and self._meets(round_):
             run.stopped_by = self._stop
             if not record["evaluated"]:
@@ -169,6 +175,16 @@ class RoundLoop:
         self._keep_round(record, last=last or bool(run.stopped_by) or self.callbacks.failed)
         self.callbacks.check()
         return evaluation
+
+    def promise(self, _tally: Tally) -> dict[str, Any] | None:
+        """What is promised to clients so far, if anything is."""
+        return promised(self.setup.hierarchy, self.regional)
+
+    def spent(self, round_: int) -> str:
+        """What ends the run if the rounds up to the next model of all clients would spend more than its budget."""
+        rounds = 1 if self.setup.hierarchy.flat else self.setup.hierarchy.rounds_per_episode
+        due = self._meets(round_) and not affordable(self.setup.hierarchy, self.regional, rounds)
+        return "privacy budget" if due else ""
 
     def _keep_round(self, record: RoundRecord, *, last: bool) -> None:
         config, round_ = self.setup.config, record["round"]
@@ -242,6 +258,8 @@ class RoundLoop:
             record["server"] = self.server.notes
         if after:
             record["teachers_after"] = after
+        if (promise := self.promise(tally)) is not None:
+            record |= {"epsilon": promise["epsilon"], "privacy": promise}
         if tally.left_out:
             record["left_out"] = tally.left_out
         if main and main.untested:
@@ -253,7 +271,8 @@ class RoundLoop:
         self.callbacks.tell("on_evaluation_end", scores)
 
     def _evaluate(self, engine: Engine, model: Tensor) -> Evaluation:
-        return evaluate(engine, self.setup.federation, model, self.setup.metrics, self.setup.config.metrics)
+        ask = not (engine.remote and protects_clients(self.setup.hierarchy.regions[0].method))
+        return evaluate(engine, self.setup.federation, model, self.setup.metrics, self.setup.config.metrics, ask=ask)
 
     def _names(self, clients: Iterable[int]) -> list[str]:
         names = self.setup.federation.client_names
@@ -295,7 +314,7 @@ class RoundLoop:
         self.server.round = round_
         if engine.poll_newcomers():
             self.count_samples()
-        cohorts = self._cohorts.draw(round_, engine.absent())
+        cohorts = self._cohorts.draw(round_, engine.absent(), secret=engine.remote)
         self.start_round(sum(len(cohort) for _, cohort in cohorts))
         tally = Tally()
         for region, cohort in cohorts:
@@ -348,6 +367,7 @@ class RoundLoop:
         method, server, round_ = region.method, self.regional[region.number], self.server.round
         config = self.setup.config
         began, server.round, server.notes = time.perf_counter(), round_, {}
+        server.drawn, server.simulated = self._cohorts.drawn[region.number], not engine.remote
         method.begin(server)
         down = method.downlink(server)
         wire = method.wire(region.task)
@@ -357,10 +377,11 @@ class RoundLoop:
             cohort,
             engine.run([Train(k, round_, measure, region.number, self._state_of(k)) for k in cohort], down),
             wire.up,
-            least=fewest_answers(config, method) if engine.remote else config.min_clients,
+            least=min(len(cohort), fewest_answers(config, method) if engine.remote else config.min_clients),
             tick=self.client_done,
             names=self.setup.federation.names,
-            judge=self.judge(engine, down, str(region.number)),
+            # Whoever is left out because of others could tell of them; private updates are clipped instead.
+            judge=None if protects_clients(method) else self.judge(engine, down, str(region.number)),
         )
         with self._stream("server layers", region.number):
             # Nothing has run yet: the clients train while `aggregate` pulls their updates out of the engine's iterator.

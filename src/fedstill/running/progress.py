@@ -157,7 +157,7 @@ def _written(value: object) -> str:
 
 def _numbers(record: RoundRecord, metrics: Sequence[str]) -> str:
     """The numbers of a round that there are; a metric on the global test set, else on the clients' tests."""
-    names = {"accuracy": "accuracy", "amp": "AMP", "wlp": "WLP"}
+    names = {"accuracy": "accuracy", "amp": "AMP", "wlp": "WLP", "epsilon": "epsilon"}
     found = [(written, value_of(record, name)) for name, written in names.items()]
     for name in metrics:
         on_test = value_of(record, name)

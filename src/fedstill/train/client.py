@@ -30,8 +30,11 @@ class Client:
         data: Samples,
         down: Message,
         read_state: Callable[[], dict[str, Any]] = dict,
+        *,
+        simulated: bool = True,
     ) -> None:
         self.task, self.id, self.round, self.data, self.down = task, id, round_, data, down
+        self.simulated = simulated  # if not, there are others who know the seed
         self.flat: FlatNet = task.nets.get("student")
         self.trained: Fit | None = None
         self.notes: dict[str, Any] = {}  # what an objective leaves for the uplink; forgotten after the round

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
@@ -21,6 +22,7 @@ from fedstill.data.augment import Augmentation
 from fedstill.models.norms import norm_parameters, norms
 from fedstill.train.evaluate import Outputs, outputs
 from fedstill.train.optimizers import SGD, Adam, Optimizer
+from fedstill.train.private import PrivateSteps
 from fedstill.train.task import LocalTraining, Samples, classifier
 
 
@@ -57,7 +59,8 @@ class Objective:
     `term(batch, out)` is a differentiable loss; `gradient(w)` is the gradient of a term that depends on the
     trainable weights alone, given and returned as a flat vector; `modules` are trained along with the network.
     `inputs(batch)` gives further samples that go through the network in the same pass; the outputs for them are
-    `out.extra`. `after(batch)` runs after each step, `done()` after the last.
+    `out.extra`. `after(batch)` runs after each step, `done()` after the last. `private` steps clip each sample's
+    gradient of `base` + `term`, which is then a mean over the samples, and add noise.
     """
 
     term: Loss | None = None
@@ -67,6 +70,7 @@ class Objective:
     done: Callable[[], None] | None = None
     modules: tuple[nn.Module, ...] = ()
     base: Loss = cross_entropy
+    private: PrivateSteps | None = None
 
     def seen(self, batch: Batch) -> Tensor:
         """What goes through the network in a step."""
@@ -92,6 +96,7 @@ class Objective:
             done=_chained(self.done, other.done),
             modules=(*self.modules, *other.modules),
             base=other.base if self.base is cross_entropy else self.base,
+            private=self.private or other.private,
         )
 
 
@@ -174,14 +179,19 @@ def fit(
     normed = [layer for m in (module, *objective.modules) for layer in norms(m)]
     exempt = exempt_from_decay(local, module, *objective.modules)
     decayed = [p for p in params if p not in exempt] if exempt else []
+    private = objective.private
 
     def loss(batch: Batch) -> Tensor:
+        if not len(batch.y):  # a private step that drew nobody
+            return torch.stack([0 * p.sum() for p in params]).sum()
         use_statistics(normed, of_batch=statistics and len(batch.y) > 1)
         if augment and changes:
             batch.x = augment(batch.x, changes)
         return objective.loss(batch, outputs(module, objective.seen(batch)))
 
     def complete() -> None:
+        if private:
+            private.privatise(net.params, local.batch_size)
         if objective.gradient and addend is not None:
             with torch.no_grad():
                 addend.copy_(objective.gradient(weights))
@@ -193,14 +203,20 @@ def fit(
             if p.grad is not None:
                 p.grad.add_(p.detach(), alpha=local.weight_decay)
 
-    steps, total = take_steps(
-        batches(data, local, order, no_single=bool(normed)),
-        make_optimizer(params, replace(local, weight_decay=0.0) if exempt else local, lr),
-        loss=loss,
-        complete=complete,
-        after=objective.after,
-        cosine_over=steps_of(len(data), local) if local.cosine else 0,
-    )
+    drawn: Iterator[Batch]
+    if private:
+        drawn = (gathered(data, local, ids) for ids in private.choices(len(data), local))
+    else:
+        drawn = batches(data, local, order, no_single=bool(normed))
+    with private.watched(module) if private else nullcontext():
+        steps, total = take_steps(
+            drawn,
+            make_optimizer(params, replace(local, weight_decay=0.0) if exempt else local, lr),
+            loss=loss,
+            complete=complete,
+            after=objective.after,
+            cosine_over=steps_of(len(data), local) if local.cosine else 0,
+        )
     if objective.done:
         objective.done()
     return Fit(steps, float(total) / max(1, steps))
@@ -275,11 +291,16 @@ def batches(data: Samples, local: LocalTraining, order: torch.Generator, *, no_s
     if no_single and len(sizes) > 1 and sizes[-1] == 1:
         sizes[-2:] = [size + 1]
     steps_left = local.epochs * (local.steps_per_epoch or len(sizes))
-    weight = to_current_device(torch.tensor(local.class_weight)) if local.class_weight else None
     while steps_left > 0 and n:
         for ids in torch.split(torch.randperm(n, generator=order)[:usable], sizes):
-            y = data.y[ids]
-            yield Batch(data.x(ids), y, ids, None if weight is None else weight[y])
+            yield gathered(data, local, ids)
             steps_left -= 1
             if not steps_left:
                 return
+
+
+def gathered(data: Samples, local: LocalTraining, ids: Tensor) -> Batch:
+    """The batch of these samples."""
+    y = data.y[ids]
+    weight = to_current_device(torch.tensor(local.class_weight))[y] if local.class_weight else None
+    return Batch(data.x(ids), y, ids, weight)

@@ -39,7 +39,7 @@ Step = tuple[Batch, ...]  # one of each client
 
 def can_be_joint(objectives: Sequence[Objective]) -> bool:
     """Whether clients with these objectives can be trained at once: networks that learn along are one client's."""
-    return not any(objective.modules for objective in objectives)
+    return not any(objective.modules or objective.private for objective in objectives)
 
 
 class _Both(nn.Module):

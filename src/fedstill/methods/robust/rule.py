@@ -57,6 +57,10 @@ class Robust(Modifier):
             return "use +median or +multi-krum"
         return "use +krum or +multi-krum, which judge an uplink as a whole"
 
+    @property
+    def beyond_sums(self) -> str:
+        return f"{self.name} compares the clients' updates with each other"
+
     def start(self, server: Server) -> None:
         with self._trusted_sizes(server):
             super().start(server)

@@ -1,0 +1,51 @@
+"""Differential privacy before the first round: the noise for the epsilon that was asked for, or a refusal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fedstill.building.config import Config
+from fedstill.building.topology import Hierarchy, Region, cohort_size, with_data
+from fedstill.core.errors import SettingError
+from fedstill.data.federation import Federation
+from fedstill.methods.dp import DP
+from fedstill.privacy import accounting
+from fedstill.privacy.accounting import Plan
+
+
+def with_noise(hierarchy: Hierarchy, config: Config, federation: Federation, *, elsewhere: bool) -> Hierarchy:
+    """The same with the noise that each region's budget asks for.
+
+    A client is in one region, so that what is promised to it is what its region promises.
+    """
+    private = [region for region in hierarchy.regions if region.method.guarantee]
+    if not private:
+        return hierarchy
+    if open_ones := [region.name for region in hierarchy.regions if not region.method.guarantee]:
+        raise SettingError(f"{open_ones[0]}: its method has no dp, and other regions' have; give it to all or none")
+    if hierarchy.redrawn:
+        raise SettingError("fixed_regions = false: dp is accounted region by region, and clients would change theirs")
+    return replace(hierarchy, regions=tuple(_solved(region, config, federation, elsewhere) for region in private))
+
+
+def _solved(region: Region, config: Config, federation: Federation, elsewhere: bool) -> Region:
+    method = region.method
+    if not isinstance(method, DP):
+        return region
+    clients = len(region.clients if elsewhere else with_data(federation.sizes, region.clients))
+    plan = Plan(
+        clients, cohort_size(clients, len(region.clients), region.participation), config.rounds, method.sampling
+    )
+    delta = method.delta_of(len(region.clients))
+    if not method.noise_multiplier:
+        noise = accounting.noise_multiplier(plan, method.target_epsilon, delta) if method.target_epsilon else 1.0
+        method = replace(method, noise_multiplier=noise)
+    first = replace(plan, rounds=max(1, config.rounds_per_episode if not config.flat else 1))
+    if method.target_epsilon and (least := accounting.epsilon(first, method.noise_multiplier, delta)) > (
+        method.target_epsilon
+    ):
+        raise SettingError(
+            f"target_epsilon = {method.target_epsilon:g}: the first {first.rounds} of the rounds already spend "
+            f"{least:.3g}; raise it, or noise_multiplier"
+        )
+    return replace(region, method=method)

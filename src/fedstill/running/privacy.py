@@ -1,0 +1,43 @@
+"""What a run's models tell of a client: over all of its regions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedstill.building.topology import Hierarchy
+from fedstill.methods.base import Method, Server
+
+# Of a record: measured on clients' own samples, exactly. A simulation may; clients elsewhere are not asked for it.
+_NOT_COVERED = ("amp", "fm", "wlp", "metrics", "clients")
+_NOT_SENT = ("train_loss", "local_accuracy")
+
+
+def promised(hierarchy: Hierarchy, servers: Mapping[int, Server]) -> dict[str, Any] | None:
+    """The guarantee so far, for a record; of several regions, that of the one that spent most.
+
+    Each client is in one region, and what follows from the regions' models, such as distilling them, adds nothing.
+    """
+    found = [
+        region.method.guarantee.report(servers[region.number])
+        for region in hierarchy.regions
+        if region.method.guarantee and servers[region.number].state
+    ]
+    if not found:
+        return None
+    worst = max(found, key=lambda report: float(report["epsilon"]))
+    return worst | {"not sent": list(_NOT_SENT), "not covered": list(_NOT_COVERED)}
+
+
+def protects_clients(method: Method) -> bool:
+    """Whether what others learn of a client is bounded: of its samples, and of all that is measured on them."""
+    return method.guarantee is not None and method.guarantee.unit == "client"
+
+
+def affordable(hierarchy: Hierarchy, servers: Mapping[int, Server], rounds: int) -> bool:
+    """Whether no region would spend more than it may in so many further rounds."""
+    return all(
+        region.method.guarantee.affords(servers[region.number], rounds)
+        for region in hierarchy.regions
+        if region.method.guarantee
+    )

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-from flwr.supercore.inflatable.inflatable_utils import push_object_contents_from_iterable
+from flwr.supercore.inflatable.inflatable_utils import push_objects
 
 from fedstill.core.errors import FedstillError
 from fedstill.flower import node
@@ -44,7 +44,7 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
 def upload(*objects: Any, **how: Any) -> None:
     """Upload an answer that was announced, unless the request was to announce it only."""
     if not withheld:
-        push_object_contents_from_iterable(*objects, **how)
+        push_objects(*objects, **how)
 
 
 def forged(tree: dict[str, Any]) -> RecordDict:
@@ -62,7 +62,7 @@ if __name__ == "__main__":
     try:
         with (
             patch.object(node, "to_records", forged),
-            patch("flwr.supernode.start_client_internal.push_object_contents_from_iterable", upload),
+            patch("flwr.supercore.inflatable.inflatable_utils.push_objects", upload),
         ):
             node.serve(
                 handle,

@@ -52,6 +52,7 @@ _METHODS = {
 _MODIFIERS = {
     "t1": "t1:T1",
     "ccvr": "ccvr:CCVR",
+    "compress": "compress:Compress",
     "median": "robust:Median",
     "trimmed-mean": "robust:TrimmedMean",
     "norm-clip": "robust:NormClip",

@@ -95,11 +95,11 @@ class Compress(Modifier):
     def check(self, task: Task) -> None:
         if any(isinstance(part, Compress) for part in self.inner.parts()):
             raise SettingError(f"{self.name} can be composed once")
+        self.inner.check(task)
         wire = self.inner.wire(task)
         if "model" not in wire.up or "model" not in wire.down:
             name = "+".join(part.name for part in self.inner.parts())
             raise SettingError(f"compress makes clients' models smaller, and {name} does not send them; leave it out")
-        self.inner.check(task)
         refuse_collisions(self, task)
 
     def wire(self, task: Task) -> Wire:
@@ -132,15 +132,11 @@ class Compress(Modifier):
         return message
 
     def receive(self, client: Client) -> None:
-        if self.down != "none":
-            declared = self.inner.wire(client.task).down
-            client.down = {
-                name: _joined(name, client.down, part, client.task)
-                if _is_model(part, client.task)
-                else client.down[name]
-                for name, part in declared.items()
-                if not part.optional or any(name in (sent, sent.rpartition(".")[0]) for sent in client.down)
-            }
+        declared, task = self.inner.wire(client.task).down, client.task
+        for name, part in declared.items() if self.down != "none" else ():
+            if f"{name}.{self.down}" in client.down:
+                client.down = client.down | {name: _joined(name, client.down, part, task)}
+        client.down = {name: part for name, part in client.down.items() if name in declared}
         self.inner.receive(client)
 
     def uplink(self, client: Client) -> Message:

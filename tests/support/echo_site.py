@@ -23,6 +23,7 @@ from fedstill.flower.records import to_records
 
 directory = Path(sys.argv[4]) if len(sys.argv) > 4 else Path()
 calls, withheld = 0, False
+CHUNK = 1 << 16  # bytes of an array that are sent at once, instead of 5 MB
 
 
 def handle(request: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
     (directory / "began").touch()
     time.sleep(request.get("sleep", 0))
     if "big" in request:
-        return {"tensor": torch.zeros(request["big"])}
+        return {"tensor": torch.rand(request["big"])}  # equal chunks would be sent once
     if "divide" in request:
         return {"quotient": 1 / request["divide"]}
     if "complain" in request:
@@ -62,6 +63,7 @@ if __name__ == "__main__":
     try:
         with (
             patch.object(node, "to_records", forged),
+            patch("flwr.app.message.array.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE", CHUNK),
             patch("flwr.supercore.inflatable.inflatable_utils.push_objects", upload),
         ):
             node.serve(

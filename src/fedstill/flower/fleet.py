@@ -26,7 +26,7 @@ from flwr.proto.fleet_pb2 import (
     PushMessagesRequest,
 )
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PushObjectResponse
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
@@ -149,8 +149,19 @@ class _Session:
             )
             return _persistent(self._fleet.PushMessages, request)
 
-        push_object = partial(_persistent, self._fleet.PushObject)
-        messages.push([reply], announce, push_object, self._node, reply.metadata.run_id)
+        messages.push([reply], announce, self._push_object, self._node, reply.metadata.run_id)
+
+    def _push_object(self, request: Any) -> Any:
+        """Send an object. One whose receipt was lost is refused the second time, as it is there."""
+        first = True
+
+        def push(request: Any) -> Any:
+            nonlocal first
+            once, first = first, False
+            answer = self._fleet.PushObject(request)
+            return answer if once else PushObjectResponse(stored=True)
+
+        return _persistent(push, request)
 
 
 class _OwnVersion:

@@ -23,7 +23,8 @@ flower_superlink: Any = importlib.import_module("flwr.superlink.cli.flower_super
 
 _STATE = (
     "store_message_and_object_tree", "store_object", "get_message_res", "delete_messages", "object_store",
-    "get_node_id_by_public_key", "_cleanup_push_session", "_on_push_session_expired", "_store_generated_message",
+    "preregister_object_tree", "get_node_id_by_public_key", "_cleanup_push_session", "_on_push_session_expired",
+    "_store_generated_message",
 )  # fmt: skip
 
 USED: Used = {

@@ -48,6 +48,7 @@ CASES = (
     Case("feddistill", {}),
     Case("feddistill-plus", {}),
     Case("fedavg+t1", {}),
+    Case("fedavg+compress", {}),
     Case("fedavg+median", {}),
     Case("fedavg+trimmed-mean", {}),
     Case("fedavg+krum", {"byzantine": 0}),

@@ -93,9 +93,15 @@ class State:
     def __init__(self) -> None:
         self.object_store = InMemoryObjectStore(verify=False)
         self.sessions: set[str] = set()
+        self.pulled = False  # by the server, upon which Flower takes no answer to the request any more
 
     def store_message_and_object_tree(self, message: Any, tree: ObjectTree, session: str) -> tuple[bool, list[str]]:
+        if self.pulled:
+            return False, []
         return True, self.object_store.preregister(1, tree)
+
+    def preregister_object_tree(self, tree: ObjectTree, session: str) -> list[str]:
+        return self.object_store.preregister(1, tree)
 
     def store_object(self, run: int, session: str, name: str, content: bytes) -> bool:
         self.object_store.put(name, content)
@@ -142,6 +148,15 @@ def test_answers_that_nobody_reads_make_room_for_the_next(state: tuple[State, Up
         assert flower.store_object(1, f"session {number}", f"{1:032x}{number:032x}", bytes(90_000))
     assert flower.size() <= 180_000
     assert len(flower.sessions) <= 2
+
+
+def test_an_answer_that_is_announced_again_goes_on_where_it_was(state: tuple[State, Uploads]) -> None:
+    flower, _ = state
+    _, wanted = flower.answer(1, parts=3)
+    flower.store_object(1, "session 1", wanted[0], bytes(10))
+    flower.pulled = True
+    assert flower.answer(1, parts=3) == (True, wanted[1:])
+    assert flower.answer(2, parts=3) == (False, [])
 
 
 def test_an_answer_ends_with_the_time_of_its_request(state: tuple[State, Uploads]) -> None:

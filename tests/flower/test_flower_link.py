@@ -30,7 +30,7 @@ from fedstill.core.errors import FedstillError, SettingError
 from fedstill.flower import keys, private
 from fedstill.flower.link import Failure, FlowerLink
 from fedstill.flower.node import serve
-from support.link import PATIENCE, SITES, Trial, ask, everyone, wait
+from support.link import PATIENCE, SITES, CutLine, Trial, ask, everyone, wait
 
 pytestmark = pytest.mark.slow
 
@@ -105,6 +105,25 @@ def test_a_site_killed_at_work_and_started_again_answers_the_same_request(trial:
     trial.kill("berlin")
     trial.start("berlin")
     assert list(answers) == [("berlin", {"sleep": 2, "note": "hello", "calls": 1})]
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["the line is cut", "the site is killed"])
+def test_what_has_arrived_of_an_answer_is_not_sent_again(trial: Trial, link: FlowerLink, killed: bool) -> None:
+    size, after = 1_600_000, 800_000
+    line = CutLine(trial.port, after, (lambda: trial.kill("lagos")) if killed else None)
+    trial.kill("lagos")
+    trial.start("lagos", server=line.address)
+    tensor = torch.rand(size // 4)  # 25 chunks
+    answers = link.send_requests({"lagos": {"tensor": tensor}}, timeout=PATIENCE, name=f"cut {killed}")
+    if killed:
+        wait(lambda: line.was_cut)
+        trial.start("lagos", server=line.address)
+    ((_, answer),) = answers
+    assert torch.equal(answer["tensor"], tensor + 1)
+    assert line.was_cut
+    assert size < line.sent < size + after / 2  # from the start again, it would be size + after
+    trial.kill("lagos")
+    trial.start("lagos")
 
 
 def test_sites_that_hang_or_announce_only_fail_at_the_timeout_and_hold_up_nobody(link: FlowerLink) -> None:

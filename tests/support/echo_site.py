@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-from flwr.supercore.inflatable.inflatable_utils import push_object_contents_from_iterable
+from flwr.supercore.inflatable.inflatable_utils import push_objects
 
 from fedstill.core.errors import FedstillError
 from fedstill.flower import node
@@ -23,6 +23,7 @@ from fedstill.flower.records import to_records
 
 directory = Path(sys.argv[4]) if len(sys.argv) > 4 else Path()
 calls, withheld = 0, False
+CHUNK = 1 << 16  # bytes of an array that are sent at once, instead of 5 MB
 
 
 def handle(request: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
     (directory / "began").touch()
     time.sleep(request.get("sleep", 0))
     if "big" in request:
-        return {"tensor": torch.zeros(request["big"])}
+        return {"tensor": torch.rand(request["big"])}  # equal chunks would be sent once
     if "divide" in request:
         return {"quotient": 1 / request["divide"]}
     if "complain" in request:
@@ -44,7 +45,7 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
 def upload(*objects: Any, **how: Any) -> None:
     """Upload an answer that was announced, unless the request was to announce it only."""
     if not withheld:
-        push_object_contents_from_iterable(*objects, **how)
+        push_objects(*objects, **how)
 
 
 def forged(tree: dict[str, Any]) -> RecordDict:
@@ -62,7 +63,8 @@ if __name__ == "__main__":
     try:
         with (
             patch.object(node, "to_records", forged),
-            patch("flwr.supernode.start_client_internal.push_object_contents_from_iterable", upload),
+            patch("flwr.app.message.array.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE", CHUNK),
+            patch("flwr.supercore.inflatable.inflatable_utils.push_objects", upload),
         ):
             node.serve(
                 handle,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +39,11 @@ class Trial:
         given: dict[str, Any] = {"certificates": files, "most_bytes": 2_000_000, **settings}
         return FlowerLink(self.root / "link", public, host="127.0.0.1", port=self.port, **given)
 
-    def start(self, site: str, ca: str | None = None) -> None:
+    def start(self, site: str, ca: str | None = None, server: str = "") -> None:
         (self.root / site).mkdir(exist_ok=True)
         script, key = Path(__file__).with_name("echo_site.py"), self.root / f"keys/sites/{site}"
         authority = ca or self.root / "keys/ca.pem"
-        words = (script, self.server, key, authority, self.root / site)
+        words = (script, server or self.server, key, authority, self.root / site)
         self.processes[site] = start_python(*words, cwd=Path.cwd(), log=self.root / f"{site}.log")
 
     def kill(self, site: str) -> None:
@@ -51,6 +54,51 @@ class Trial:
         for process in self.processes.values():
             process.kill()
             process.wait()
+
+
+class CutLine:
+    """A line to the server that is cut once, after so many bytes of a site's; it counts all of them."""
+
+    def __init__(self, port: int, after: int, cut: Callable[[], None] | None = None) -> None:
+        """`cut` is done instead of closing the connections."""
+        self._port, self._after, self._cut = port, after, cut or self._close
+        self.sent, self.was_cut = 0, False
+        self._open: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._door.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            site, _ = self._door.accept()
+            try:
+                server = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:  # the server has gone
+                site.close()
+                continue
+            self._open += [site, server]
+            threading.Thread(target=self._carry, args=(site, server, True), daemon=True).start()
+            threading.Thread(target=self._carry, args=(server, site, False), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket, up: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                with self._lock:
+                    self.sent += len(data) if up else 0
+                    now = self.sent > self._after and not self.was_cut
+                    self.was_cut |= now
+                if now:
+                    self._cut()
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def _close(self) -> None:
+        for end in self._open:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
 
 
 def ask(

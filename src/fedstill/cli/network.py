@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _SOON = datetime.timedelta(days=14)
 _INSECURE = "insecure: nothing is encrypted, and anybody on the way can read and change what is sent"
+_SERVER, _SITE = "fedstill.flower.private", "fedstill.flower.fleet"  # what of Flower each needs is checked at start
 _ROOM = 1 << 20  # bytes that an answer may have beside its tensors
 
 
@@ -92,7 +93,7 @@ def serve(
     timeout: float, wait: float, needed: int, wait_after: float | None, recount: list[str], regional: bool,
     insecure: bool, callbacks: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    _needs_flower()
+    _needs_flower(_SERVER)
     public, revoked = _public_keys(keys), _revoked(keys)
     terms = _terms(public, timeout, needed, wait_after, recount)
     config = config_of(method, flags, assignments)
@@ -222,7 +223,7 @@ def region(
     server: str, *, key: Path, ca: Path | None, keys: Path, host: str, port: int, timeout: float, needed: int,
     wait_after: float | None, recount: list[str], directory: Path | None, insecure: bool, policy: Policy, **inputs: str,
 ) -> None:  # fmt: skip
-    _needs_flower()
+    _needs_flower(_SERVER, _SITE)
     public = _public_keys(keys)
     terms = _terms(public, timeout, needed, wait_after, recount)
     place = directory or Path(f"region-{key.name}")
@@ -244,7 +245,7 @@ def join(
     server: str, *, key: Path, ca: Path | None, directory: Path | None, insecure: bool, policy: Policy,
     ask: Callable[[str], bool] | None, once: bool, **inputs: str,
 ) -> None:  # fmt: skip
-    _needs_flower()
+    _needs_flower(_SITE)
     if not inputs["data"]:
         say("no --data: this site takes its share of what the run divides, which is for trials")
     place = directory or Path(f"site-{key.name}")
@@ -286,8 +287,13 @@ def _leave() -> None:
     os._exit(0)  # Flower's threads would keep the process for seconds
 
 
-def _needs_flower() -> None:
+def _needs_flower(*modules: str) -> None:
+    """Refuse to begin without Flower, or with a version of it that lacks what these modules use."""
     try:
         import flwr  # noqa: F401
     except ImportError as error:
         raise SettingError("this needs Flower: pip install 'fedstill[flower]'") from error
+    if modules:
+        from fedstill.flower.versions import check
+
+        check("fedstill.flower.messages", *modules)

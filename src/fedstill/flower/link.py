@@ -31,7 +31,7 @@ from flwr.app import Message
 from fedstill.core.errors import DataError, FedstillError, SettingError, unknown
 from fedstill.core.reports import cleaned, sentence
 from fedstill.core.tree import Tree
-from fedstill.flower import private, superlink
+from fedstill.flower import messages, private, superlink
 from fedstill.flower.keys import check_dates
 from fedstill.flower.private import FlowerRun, Node
 from fedstill.flower.records import MOST_TEXT, from_records, to_records
@@ -198,10 +198,10 @@ class FlowerLink:
         head = {"id": batch.name, "seconds": batch.left(), "keep": batch.keep}
         records = {key: to_records({**head, "body": request}) for key, request in distinct.items()}
         addressed = [(node, records[id(requests[site])]) for site, node in nodes.items()]
-        messages = run.push(addressed, seconds=batch.left())
+        sent = run.push(addressed, seconds=batch.left())
         return {
             site: _PendingRequest(run, nodes[site], message)
-            for site, message in zip(nodes, messages, strict=True)
+            for site, message in zip(nodes, sent, strict=True)
             if message
         }
 
@@ -209,7 +209,7 @@ class FlowerLink:
         """Wait for one site's answer, and send again whatever may have been lost."""
         present = sent is not None
         while batch.left() > 0 and not batch.closed.is_set() and not self._stopping.is_set():
-            wait = private.pause(batch.timeout - batch.left())
+            wait = messages.pause(batch.timeout - batch.left())
             if site not in self._keys:
                 return Failure("its key was revoked")
             try:

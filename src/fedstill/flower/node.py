@@ -25,7 +25,7 @@ from fedstill.core.files import write_atomic
 from fedstill.core.owner import check_private, owner_only, private_folder
 from fedstill.core.reports import Code, cleaned
 from fedstill.core.tree import Tree
-from fedstill.flower import private
+from fedstill.flower import fleet
 from fedstill.flower.keys import check_dates
 from fedstill.flower.records import from_records, to_records
 
@@ -90,7 +90,7 @@ def serve(
         while True:
             trusted = _wait_for_server(server, ca)
             try:
-                private.supernode(
+                fleet.supernode(
                     server,
                     trusted,
                     private_key,
@@ -99,7 +99,7 @@ def serve(
                     answer=site.answer,
                     pushed=end_when_done,
                 )
-            except private.Refusal as error:
+            except fleet.Refusal as error:
                 refused_since = refused_since or time.monotonic()
                 _check_refusal(error, server, key, time.monotonic() - refused_since)
                 rejected = rejected + 1 if error.status == 401 else 0
@@ -115,7 +115,7 @@ def serve(
             time.sleep(min(_LONG_BACKOFF, 2.0 ** min(rejected, 10)) if rejected else 1.0)
 
 
-def _check_refusal(error: private.Refusal, server: str, key: Path, seconds: float) -> None:
+def _check_refusal(error: fleet.Refusal, server: str, key: Path, seconds: float) -> None:
     """Raise what the user has to mend; return if waiting may help."""
     status = error.status
     if status == 401:

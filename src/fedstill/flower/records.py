@@ -18,6 +18,7 @@ from fedstill.core.errors import DataError, in_one_line
 from fedstill.core.tree import Tree
 
 _TENSOR = "$tensor"
+_AS, _BFLOAT16 = "$as", "bfloat16"  # beside it, of numbers that are sent by their bits
 MOST_TEXT = 1 << 20  # characters of an answer's JSON: names and a few numbers, as all else is in tensors
 _MOST_LEVELS = 32  # of a tree; what nests deeper could be read, but not written again
 _MOST_NODES = 500_000  # values and names of a tree: an empty dict has two characters, and takes 64 bytes and more
@@ -35,8 +36,10 @@ def to_records(tree: Tree) -> RecordDict:
         if isinstance(node, Tensor):
             while place in arrays:  # a name of the user's own may look like a place
                 place += "'"
-            arrays[place] = Array(node.detach().cpu().contiguous().numpy())
-            return {_TENSOR: place}
+            tensor = node.detach().cpu().contiguous()
+            short = tensor.dtype == torch.bfloat16  # which NumPy has not: sent by its bits
+            arrays[place] = Array((tensor.view(torch.int16) if short else tensor).numpy())
+            return {_TENSOR: place, _AS: _BFLOAT16} if short else {_TENSOR: place}
         if isinstance(node, dict):
             return {key: strip(value, f"{place}/{key}" if place else key) for key, value in node.items()}
         if isinstance(node, list | tuple):
@@ -74,9 +77,14 @@ def from_records(records: RecordDict, *, most_bytes: int | None = None, most_tex
         if isinstance(node, dict):
             if _TENSOR in node:
                 place = node[_TENSOR]
-                if len(node) != 1 or not isinstance(place, str) or place not in tensors:
+                if not isinstance(place, str) or place not in tensors:
                     raise DataError("it names a tensor that it lacks, or names one twice")
-                return tensors.pop(place)
+                tensor = tensors.pop(place)
+                if node == {_TENSOR: place}:
+                    return tensor
+                if node != {_TENSOR: place, _AS: _BFLOAT16} or tensor.dtype != torch.int16:
+                    raise DataError("it names a tensor in a way that is not known")
+                return tensor.view(torch.bfloat16)
             return {key: fill(value, level + 1) for key, value in node.items()}
         return [fill(value, level + 1) for value in node] if isinstance(node, list) else node
 

@@ -42,6 +42,7 @@ class Part:
     dtype: torch.dtype = torch.float32
     optional: bool = False  # not in every round's message
     least: float | None = None  # the smallest number that can be in it
+    most: float | None = None  # and the largest
     # Which robust rules protect what the server makes of it: any (it takes a plain mean or sum over the clients), those
     # that choose whole uplinks, or none (one client's number can count without limit).
     defence: Literal["any", "selection", "none"] = "selection"
@@ -91,6 +92,9 @@ def fault(message: Tree, declared: dict[str, Part]) -> str | None:
         least = declared[name].least
         if least is not None and tensor.numel() and tensor.min() < least:
             return f"{name} holds numbers below {least:g}"
+        most = declared[name].most
+        if most is not None and tensor.numel() and tensor.max() > most:
+            return f"{name} holds numbers above {most:g}"
     return None
 
 
@@ -148,6 +152,7 @@ class Server:
         self.simulated = True  # if not, there is somebody from whom random numbers must be kept secret
         self.model: Tensor = task.initial  # the global weights
         self.before: Tensor = task.initial  # those that the round began with, for what works after the average
+        self.sent: Message = {}  # what the round's clients were sent, where it was compressed on the way
         self.state: dict[str, Any] = {}  # what the method keeps between rounds; part of every checkpoint
         self.notes: dict[str, Any] = {}  # what the method has to say about the round, for its record
         self.store = store  # what the method keeps for single clients, on disk

@@ -54,6 +54,7 @@ _MODIFIERS = {
     "ccvr": "ccvr:CCVR",
     "dp": "dp:DP",
     "dp-sgd": "dp_sgd:DPSGD",
+    "compress": "compress:Compress",
     "median": "robust:Median",
     "trimmed-mean": "robust:TrimmedMean",
     "norm-clip": "robust:NormClip",

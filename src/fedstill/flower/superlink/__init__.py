@@ -1,7 +1,7 @@
 """The SuperLink's process: Flower's server behind a guard that bounds what a stranger, or a known site, can take of it.
 
-`python -m fedstill.flower.superlink` runs it, and should not wait for PyTorch: nothing else of fedstill is imported
-here. Like `private`, it uses what Flower 1.41 does not promise to keep.
+`python -m fedstill.flower.superlink` runs it, and should not wait for PyTorch: nothing that needs it is imported here.
+Flower has no public interface for this: what is used, or replaced, of its own is in `used`.
 """
 
 SECRET_HEADER = "x-fedstill"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -15,10 +14,14 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+from fedstill.core.errors import FedstillError
 from fedstill.flower.superlink import OVERHEAD
 from fedstill.flower.superlink.connections import Connections, Door
 from fedstill.flower.superlink.guard import Guard
 from fedstill.flower.superlink.uploads import Uploads, only_answers
+from fedstill.flower.versions import check
+
+USED_HERE = "fedstill.flower.superlink.used"
 
 
 def main() -> None:
@@ -37,13 +40,14 @@ def main() -> None:
     threading.Thread(target=watch, daemon=True).start()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    try:
+        check(USED_HERE)
+    except FedstillError as error:
+        sys.exit(str(error))  # the last line of its log, which the server repeats
     import uvicorn
-    from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
-    from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
-    from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
-    from flwr.superlink import extensions
-    from flwr.superlink.servicer.fleet import fleet_handlers
     from starlette.middleware import Middleware
+
+    from fedstill.flower.superlink import used
 
     def serve(*, host: str, port: int, **options: Any) -> None:
         # uvloop accepts connections where none can be counted; a header must not say who a client is.
@@ -59,17 +63,16 @@ def main() -> None:
         uploads=uploads,
         connections=connections,
         # Larger arrays come in chunks; twice that leaves room for long JSON.
-        largest=min(2 * FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, uploads.limit + OVERHEAD),
+        largest=min(2 * used.common.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, uploads.limit + OVERHEAD),
     )
-    for kind in (InMemoryLinkState, SqlLinkState):
+    for kind in (used.InMemoryLinkState, used.SqlLinkState):
         uploads.bound(kind)
-    fleet_handlers.push_messages = only_answers(fleet_handlers.push_messages)
-    extensions.get_middleware = lambda: (guard,)  # the hook where Flower's paid extension adds its own
+    used.fleet_handlers.push_messages = only_answers(used.fleet_handlers.push_messages)
+    used.extensions.get_middleware = lambda: (guard,)  # the hook where Flower's paid extension adds its own
     # uvicorn's line per request cannot be switched off: ten a second and site would fill the disk.
     logging.getLogger("uvicorn.access").addFilter(lambda record: False)
-    flower = importlib.import_module("flwr.superlink.cli.flower_superlink")  # the name is a function's too
-    flower.__dict__["uvicorn"] = SimpleNamespace(run=serve)
-    flower.flower_superlink()
+    used.flower_superlink.uvicorn = SimpleNamespace(run=serve)
+    used.flower_superlink.flower_superlink()
 
 
 if __name__ == "__main__":

@@ -55,6 +55,9 @@ class Uploads:
             stored, missing = False, list[str]()
             if self._acceptable(message.metadata, object_tree):
                 stored, missing = store(state, message, object_tree, session_id)
+            if not stored and self._under_way(message.metadata):
+                # Announced again, as our answer was lost; Flower has forgotten the request when the server pulls.
+                stored, missing = True, state.preregister_object_tree(object_tree, session_id)
             if stored:
                 self._begin(message.metadata, session_id)
             else:  # else Flower would remember the session for ever
@@ -104,6 +107,12 @@ class Uploads:
         if parts > MOST_OBJECTS:
             self._refuse(metadata.reply_to_message_id, f"it has {parts:,} parts")
         return parts <= MOST_OBJECTS and tree.object_id == metadata.message_id
+
+    def _under_way(self, metadata: Any) -> bool:
+        with self._lock:
+            known = {(upload.root, upload.node) for upload in self._uploads.values()}
+            root = metadata.message_id
+            return (root, metadata.src_node_id) in known and root in self.state.object_store
 
     def _begin(self, metadata: Any, session: str) -> None:
         root, until = metadata.message_id, metadata.created_at + metadata.ttl

@@ -156,8 +156,8 @@ def test_batchnorms_statistics_are_sent_as_they_are(scheme: Any) -> None:
     ("name", "hyper", "problem"),
     [
         ("feddistill+compress", {}, "feddistill does not send them"),
-        ("fedavg+compress+t1", {}, "put compress last"),
-        ("fedavg+compress+median", {}, "put compress last"),
+        ("fedavg+compress+t1", {}, "put t1 before it"),
+        ("fedavg+compress+median", {}, "put median before it"),
         ("fedavg+compress", {"down": "topk"}, "down"),
     ],
 )

@@ -38,6 +38,8 @@ from fedstill.flower.superlink import KEYS_PATH, MOST_OBJECTS, OVERHEAD, SECRET_
 _log = logging.getLogger("fedstill.flower")
 logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each request
 logging.getLogger("flwr").setLevel(logging.ERROR)  # else one for each message, and for each attempt to connect
+# A 401 after a restart of the server only means to connect again, and node.py says so, also of a key that is not known.
+logging.getLogger("flwr").addFilter(lambda record: "401 Unauthorized" not in record.getMessage())
 
 RESEND = (3, 4, 5, 8)
 """Errors of Flower's after which the same request can still be answered: message or answer lost, node away, crashed."""

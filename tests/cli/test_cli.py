@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
 from PIL import Image
 
 import fedstill as library
+from fedstill.cli.main import app
 from fedstill.data import names as dataset_names
 from fedstill.methods import registry
 from support.commandline import SHORT, assert_same_run, fedstill, interrupted_after, metrics, model, run, short
@@ -63,6 +66,17 @@ def test_every_command_explains_itself(command: str) -> None:
     assert (answer.code, answer.err) == (0, "")
     assert f"fedstill {command} " in answer.out
     assert len(answer.out.splitlines()) > 8
+
+
+def test_every_argument_of_every_command_says_what_it_is() -> None:
+    def arguments(command: Any) -> Iterator[Any]:
+        for inner in getattr(command, "commands", {}).values():
+            yield from arguments(inner)
+        yield from (parameter for parameter in command.params if parameter.param_type_name == "argument")
+
+    found = list(arguments(typer.main.get_command(app)))
+    assert len(found) > len(COMMANDS)
+    assert not [argument.name for argument in found if not argument.help]
 
 
 def test_help_names_every_command_and_every_promised_flag() -> None:
@@ -176,6 +190,13 @@ def test_a_dry_run_prints_every_setting_and_runs_nothing(tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dry_run_says_what_the_methods_own_settings_mean() -> None:
+    lines = fedstill("run", "fedprox", "--dry-run").out.splitlines()
+    meaning = {parameter.name: parameter.meaning for parameter in registry.hyper_parameters("fedprox")}["mu"]
+    above = next(lines[i - 1] for i, line in enumerate(lines) if line.startswith("mu = "))
+    assert above.lower() == f"# {meaning}.".lower()
+
+
 def test_the_dry_runs_toml_reproduces_the_run(tmp_path: Path) -> None:
     words = short(seed=3, momentum=0.9, mu=0.2, alpha=0.3, augment='"flip"')
     config = tmp_path / "again.toml"
@@ -281,6 +302,20 @@ def test_a_run_of_a_users_own_method_resumes_and_repeats(mine: Path) -> None:
     assert_same_run(mine / "part", whole)
     assert fedstill("run", "part/config.toml", "--out", "again").code == 0
     assert_same_run(mine / "again", whole)
+
+
+@pytest.mark.slow
+def test_a_comparison_is_shown_but_not_mixed_after_a_users_method_changed(mine: Path) -> None:
+    file = mine / "mine.py"
+    settings = {"data": "mine.py:load", "model": "mlp", "fraction": 1, "rounds": 1}
+    words = ("compare", f"{file}:MyMethod", *short(out=mine / "cmp", **settings))
+    assert fedstill(*words).code == 0
+    before = fedstill("show", mine / "cmp")
+    file.write_text(file.read_text() + "\n")
+    again = fedstill(*words)
+    assert again.code == 2
+    assert f"was run before {file} changed; choose another --out, replace all runs with --force" in again.err
+    assert fedstill("show", mine / "cmp") == before
 
 
 def test_methods_shows_a_users_own_method(mine: Path) -> None:

@@ -178,6 +178,7 @@ OWN = {
     "a file that ends the program": ("import sys; sys.exit('bye')\n", "M", "cannot be imported: SystemExit: bye"),
     "an error of several lines": ("raise ValueError('first\\nsecond')\n", "M", "ValueError: first (line 1)"),
     "a name that is not there": ("x = 1\n", "M", "mine.py has no 'M'"),
+    "a misspelt name": ("class Mine: pass\n", "Mien", "mine.py has no 'Mien'; it has Mine"),
     "something that is not a method": ("M = 3\n", "M", "is not a method: derive a @dataclass(frozen=True)"),
     "a class that is not a method": ("class M: pass\n", "M", "is not a method"),
 }

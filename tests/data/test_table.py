@@ -139,6 +139,7 @@ def test_a_column_says_which_rows_test() -> None:
 
 
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"classes": ("ILL", "WELL")}, "is none of the classes ILL, WELL; write it as one of them in column 'outcome'"),
     ({}, {"target": "result"}, r"target = 'result' is no column; the columns are age, sex, outcome"),
     ({}, {"target": ""}, r"target is needed, the column with the label \(--target\); the columns are age, sex"),
     ({}, {"drop": ("id",)}, "drop_columns = 'id' is no column"),

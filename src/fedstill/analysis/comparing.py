@@ -19,6 +19,7 @@ from fedstill.building.config import Config, anchored
 from fedstill.building.keywords import Keywords
 from fedstill.building.suggestions import unknown_setting
 from fedstill.building.task import Network
+from fedstill.core import trust
 from fedstill.core.errors import SettingError
 from fedstill.core.files import read_json, write_json
 from fedstill.core.table import Table, frame
@@ -300,7 +301,8 @@ def read_comparison(folder: Path) -> Comparison:
     seeds = 1
     for record in read_json(folder / files.COMPARISON):
         paths = [folder / Path(run).name for run in record["runs"]]
-        cells = tuple(Cell(path, RunDirectory.open(path, lock=False).config()) for path in paths)
+        unused = (*trust.NAMED, "metrics")  # what was measured is read, and no code of a run's is needed for that
+        cells = tuple(Cell(path, RunDirectory.open(path, lock=False).config(replaced=unused)) for path in paths)
         seeds = len(cells)
         row = Row(record["method"], record["settings"], cells, record["model"])
         tables.setdefault(row.place, []).append(row)

@@ -46,7 +46,15 @@ def load_data(config: Config, tokenizer: str = "", table: TablePreprocessing | N
         tokenizer = tokenizer or wanted_tokenizer(config)
     text = TextSettings(tokenizer, config.vocabulary, config.max_length, columns=columns_of(config))
     size = config.image_size if glance(config.data).kind == "rows" else wanted_size(config)
-    return load_dataset(config.data, config.data_dir or None, size, text=text)
+    try:
+        return load_dataset(config.data, config.data_dir or None, size, text=text)
+    except tokens.NoTokenizer as error:
+        if config.tokenizer or tokenizer != encoder_of(config):
+            raise
+        hint = "name a folder that has it: --set model_options.pretrained=FOLDER"
+        raise SettingError(
+            f"the pretrained encoder of {config.model} is not on this machine; {hint}; {error}"
+        ) from error
 
 
 def table_settings(config: Config, table: TablePreprocessing | None = None) -> TableSettings:

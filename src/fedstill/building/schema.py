@@ -346,7 +346,14 @@ class Config(BaseModel):
     def toml(self, *, comments: bool = False) -> str:
         """The configuration as TOML, all settings written out; with `comments`, each with its meaning."""
         text = tomli_w.dumps(_writable(self.model_dump()))
-        return "".join(map(_commented, text.splitlines(keepends=True))) if comments else text
+        if not comments:
+            return text
+        from fedstill.methods import registry  # only now: it is heavy
+
+        own = {parameter.name: parameter.meaning for parameter in registry.hyper_parameters(self.method)}
+        settings, table, hyper = text.partition("[hyper]\n")
+        commented = map(_commented, [*settings.splitlines(keepends=True), table])
+        return "".join([*commented, *(_own_commented(line, own) for line in hyper.splitlines(keepends=True))])
 
 
 # Settings of the data partition: of no use where the data are divided already.
@@ -414,6 +421,12 @@ def _commented(line: str) -> str:
     name = line.partition(" = ")[0].strip("[]\n")
     field = Config.model_fields.get(name)
     return f"# {meaning(field)}\n{line}" if field else line
+
+
+def _own_commented(line: str, meanings: Mapping[str, str]) -> str:
+    """The same for a method's own setting."""
+    text = meanings.get(line.partition(" = ")[0].strip('"'), "")
+    return f"# {text[:1].upper()}{text[1:]}.\n{line}" if text else line
 
 
 def _writable(node: Any) -> Any:

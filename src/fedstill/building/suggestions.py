@@ -47,6 +47,8 @@ def unknown_setting(name: str, known: Iterable[str], kind: str = "setting") -> S
     "unknown setting 'learning_rate'; it is called 'lr' here"
     >>> str(unknown_setting("mu", ["lr", "rounds"]))
     "unknown setting 'mu'; it belongs to fedprox, moon; 'fedstill methods NAME' lists the settings of a method"
+    >>> str(unknown_setting("lora", ["lr", "rounds"]))
+    "unknown setting 'lora'; it is an option of the network distilbert: --set model_options.lora=VALUE"
     """
     known = list(known)
     synonym = _SYNONYMS.get(name.lower().replace("-", "_"))
@@ -56,6 +58,11 @@ def unknown_setting(name: str, known: Iterable[str], kind: str = "setting") -> S
         return SettingError(
             f"unknown {kind} {name!r}; it belongs to {', '.join(owners)}; 'fedstill methods NAME' lists the settings "
             "of a method"
+        )
+    if networks := _networks(name):
+        return SettingError(
+            f"unknown {kind} {name!r}; it is an option of the network {', '.join(networks)}: "
+            f"--set model_options.{name}=VALUE"
         )
     error = unknown(kind, name, known)
     return (
@@ -71,6 +78,13 @@ def _owners(name: str) -> list[str]:
 
     found = [method for method in registry.names() if _has(method, name)]
     return found + [f"+{modifier}" for modifier in registry.modifiers() if _has(modifier, name)]
+
+
+def _networks(name: str) -> list[str]:
+    """The networks that have an option of this name."""
+    from fedstill.models import registry
+
+    return [network for network in registry.names() if name in registry.options(network)]
 
 
 def _has(method: str, setting: str) -> bool:

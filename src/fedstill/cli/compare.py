@@ -65,3 +65,4 @@ def compare(
     found.plot(path=picture)
     if as_ == "table":
         say(f"curves: {picture}\nall of it: {folder}")
+        say(f"next: fedstill report {folder}, or for a paper: fedstill show {folder} --format latex")

@@ -39,6 +39,17 @@ from fedstill.core.errors import FedstillError
 UsageError: Any = typer.BadParameter.__base__  # of typer's own copy of click, or of click
 STOPPED = 130  # what typer makes of Ctrl-C
 
+
+class _Argument(typer.core.TyperArgument):
+    """An argument with its help, which the typer that Flower allows loses where click has a place for it (8.5)."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.help = given.get("help")
+
+
+typer.main.TyperArgument = _Argument  # type: ignore[misc]
+
 app = typer.Typer(
     name="fedstill",
     help="Federated learning on heterogeneous data by knowledge distillation.\n\nStart with:  fedstill demo",

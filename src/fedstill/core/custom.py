@@ -97,7 +97,8 @@ def load(reference: str, kind: str = "") -> Any:
     except (Exception, SystemExit) as error:
         raise SettingError(f"{file} cannot be imported: {summary(error, path)}") from error
     if not hasattr(module, name):
-        raise SettingError(f"{file} has no {name!r}")
+        own = [word for word, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        raise SettingError(f"{file} has no {name!r}; it has {', '.join(own) or 'nothing of its own'}")
     return getattr(module, name)
 
 

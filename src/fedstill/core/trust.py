@@ -18,6 +18,7 @@ from fedstill.core.errors import SettingError
 from fedstill.core.files import read_json, write_json
 
 CODE = "code.json"
+NAMED = ("method", "model", "data", "proxy")  # settings that may name a file with code; metrics may as well
 confirm: ContextVar[Callable[[str], bool]] = ContextVar("confirm", default=lambda question: False)
 """Answers questions about consent; nobody's is assumed."""
 
@@ -25,7 +26,7 @@ confirm: ContextVar[Callable[[str], bool]] = ContextVar("confirm", default=lambd
 def files_of(settings: Mapping[str, Any]) -> list[Path]:
     """The files with code that settings name."""
     tables = settings.get("region", [])
-    named = [settings.get(name) for name in ("method", "model", "data", "proxy")]
+    named = [settings.get(name) for name in NAMED]
     named += metrics if isinstance(metrics := settings.get("metrics", []), list) else []
     named += [table.get("method") for table in tables if isinstance(table, Mapping)] if isinstance(tables, list) else []
     return list(dict.fromkeys(file for name in named if isinstance(name, str) for file in custom.files(name)))
@@ -59,6 +60,12 @@ def check(directory: Path, settings: Mapping[str, Any]) -> None:
     text = f"{directory} names code that would be run: {named}"
     if not confirm.get()(text):
         raise SettingError(f"{text}; read it, and if you trust it, say so with --trust-code")
+
+
+def changed(directory: Path, settings: Mapping[str, Any]) -> list[Path]:
+    """Files of these settings that held something else when the run in a directory began."""
+    digests = read_json(directory / CODE) if (directory / CODE).is_file() else {}
+    return [file for file in files_of(settings) if digests.get(str(file), _digest(file)) != _digest(file)]
 
 
 def _digest(file: Path) -> str:

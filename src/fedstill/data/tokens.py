@@ -84,6 +84,10 @@ def encoded(corpus: Corpus, where: str, settings: TextSettings) -> Decoded:
     return replace(found, train=train, test=test, tokenizer=made)
 
 
+class NoTokenizer(SettingError):
+    """A tokenizer that is not on this machine, and cannot be fetched."""
+
+
 def read(name: str) -> str:
     """The tokenizer in a file or folder, or on the hub, as JSON."""
     library = _library()
@@ -110,12 +114,12 @@ def _from_hub(name: str) -> str:
         return str(hf_hub_download(name, "tokenizer.json", local_files_only=True))
     except (OSError, ValueError):
         if not download.allowed():
-            raise SettingError(f"tokenizer = {name!r}: there is no such file, and {download.why_not()}") from None
+            raise NoTokenizer(f"tokenizer = {name!r}: there is no such file, and {download.why_not()}") from None
     try:
         with download.quiet("huggingface_hub"):
             return str(hf_hub_download(name, "tokenizer.json"))
     except Exception as error:  # of many kinds, those of the network among them
-        raise SettingError(
+        raise NoTokenizer(
             f"tokenizer = {name!r} is no file or folder, and cannot be fetched from the hub: {first_line(error)}"
         ) from error
 

@@ -75,6 +75,7 @@ class SiteRegistry:
     def poll(self, link: SiteLink, *, timeout: float) -> bool:
         """Get the numbers of samples of connected sites, unless they are known; whether anything changed."""
         connected, before = link.present(), dict(self._reported)
+        self._refusals.forget_pauses(connected)
         requests = {
             name: self.request(name)
             for name in self.clients

@@ -29,7 +29,9 @@ class StatisticsPoll:
         self._refusals = Refusals()
 
     def poll(self, link: SiteLink, *, timeout: float) -> None:
-        asked = [name for name in self.missing if name in link.present() and self._refusals.due(name)]
+        present = link.present()
+        self._refusals.forget_pauses(present)
+        asked = [name for name in self.missing if name in present and self._refusals.due(name)]
         requests: dict[str, Tree] = {
             name: self._registry.request(name, {"kind": STATISTICS}, seconds=timeout) for name in asked
         }

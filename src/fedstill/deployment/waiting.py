@@ -92,5 +92,10 @@ class Refusals:
         self._times[name] = self._times.get(name, 0) + 1
         self._not_before[name] = time.monotonic() + wait
 
+    def forget_pauses(self, present: Iterable[str]) -> None:
+        """Poll whoever is not there at once when it is back: a site that was started again may have been mended."""
+        for name in self._not_before.keys() - set(present):
+            del self._not_before[name], self._times[name]
+
     def due(self, name: str) -> bool:
         return time.monotonic() > self._not_before.get(name, -math.inf)

@@ -61,6 +61,8 @@ from fedstill.flower.versions import TESTED, Used
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each request
 logging.getLogger("flwr").setLevel(logging.ERROR)  # else one for each message, and for each attempt to connect
+# A 401 after a restart of the server only means to connect again, and node.py says so, also of a key that is not known.
+logging.getLogger("flwr").addFilter(lambda record: "401 Unauthorized" not in record.getMessage())
 
 USED: Used = {
     ControlHttpClient: ("ListNodes", "RegisterNode", "ListRuns", "StopRun", "StartRun"),

@@ -141,6 +141,8 @@ def _class(name: str, kind: str, known: Mapping[str, str]) -> type[Method]:
 
 def _import(known: Mapping[str, str], kind: str, name: str) -> type[Method]:
     if name not in known:
+        if ":" in name:
+            raise SettingError(f"unknown {kind} {name!r}; one of your own is file.py:Class, such as ./mine.py:Mine")
         raise unknown(kind, name, [*known, *custom.installed("methods")])
     module, _, cls = known[name].partition(":")
     loaded: type[Method] = getattr(importlib.import_module(f"fedstill.methods.{module}"), cls)

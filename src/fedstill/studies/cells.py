@@ -18,6 +18,7 @@ from typing import Any, cast
 from fedstill.building.config import IRRELEVANT, Config, anchored
 from fedstill.building.data import data_source, load_data
 from fedstill.building.setup import prepare
+from fedstill.core import trust
 from fedstill.core.device import CPU, find
 from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.core.files import read_json
@@ -68,6 +69,12 @@ class Cell:
         if not (self.path / files.CONFIG).is_file():
             return None
         there = RunDirectory.open(self.path, lock=False)
+        named = {name: value for name, value in self.config.model_dump().items() if name not in self.own}
+        if files_ := trust.changed(self.path, named):
+            raise SettingError(
+                f"{self.path} was run before {', '.join(map(str, files_))} changed; choose another --out, replace all "
+                f"runs with --force, or delete {self.path} to run it again"
+            )
         theirs = there.config(replaced=self.own)
         if difference := other_settings(theirs, self.config):
             raise SettingError(

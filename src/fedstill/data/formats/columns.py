@@ -104,7 +104,11 @@ def _parsed(path: Path, roles: Roles, as_text: set[str]) -> Columns:
                 continue
             if name in roles.numbers:
                 wrong_value = next(v for v in values if _numbers([v], decimal_comma=separator == ";") is None)
-                raise DataError(f"{path}: column {name!r} is numbers in this run, and one is {wrong_value[:40]!r}")
+                line = block[values.index(wrong_value)][0]
+                raise DataError(
+                    f"{path}, line {line}: column {name!r} is numbers in this run, and one is {wrong_value[:40]!r}; "
+                    "leave the cell empty if the value is missing"
+                )
             if name not in codes and blocks[name]:
                 raise _NotNumbers(name)
             known = codes.setdefault(name, {})

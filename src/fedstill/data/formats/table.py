@@ -125,7 +125,8 @@ def _roles(names: Sequence[str], settings: TableSettings, where: str) -> Roles:
     for setting, columns in named.items():
         for column in filter(None, columns):
             if column not in known:
-                raise SettingError(f"{where}: {setting} = {column!r} is no column; {_there_are(names)}")
+                hint = "; --target names it" if setting == "target" else ""
+                raise SettingError(f"{where}: {setting} = {column!r} is no column; {_there_are(names)}{hint}")
     left_out = set(settings.drop)
     special = [name for name in (settings.target, client, settings.split) if name]
     if len(set(special)) < len(special) or set(special) & set(settings.drop):
@@ -191,7 +192,10 @@ def _feature(values: Array | Categories, name: str, roles: Roles, where: str) ->
     """What a column is, and its values as they are stored."""
     if isinstance(values, Categories):
         if name in roles.numbers:
-            raise DataError(f"{where}: column {name!r} is numbers in this run, and {values.names[:1]} is none")
+            raise DataError(
+                f"{where}: column {name!r} is numbers in this run, and one is {values.names[0][:40]!r}; leave it empty "
+                "if the value is missing"
+            )
         names = class_order(values.names)
         number = {category_: float(place) for place, category_ in enumerate(names)}
         new = np.array([*(number[category_] for category_ in values.names), np.nan])
@@ -207,8 +211,8 @@ def _check_usable(columns: Columns, roles: Roles, where: str) -> None:
     if reasons:
         listed = ", ".join(f"column {name!r} ({reason})" for name, reason in list(reasons.items())[:_SHOWN])
         raise DataError(
-            f"{where}: neither numbers nor categories: {listed}; leave out what is not to be learnt from: "
-            f"--set drop_columns={','.join(reasons)}"
+            f"{where}: neither numbers nor categories: {listed}; leave out what is not to be learnt from, "
+            f"by --drop of 'fedstill columns', else: --set drop_columns={','.join(reasons)}"
         )
 
 
@@ -243,7 +247,10 @@ def _labels(values: Array | Categories, roles: Roles, where: str) -> tuple[Array
             )
     names = list(roles.classes) or class_order(values.names)
     if other := [name for name in values.names if name not in names]:
-        raise DataError(f"{where}: the label {other[0][:40]!r} is none of the classes {', '.join(names[:_SHOWN])}")
+        raise DataError(
+            f"{where}: the label {other[0][:40]!r} is none of the classes {', '.join(names[:_SHOWN])}; write it as one "
+            f"of them in column {roles.target!r}, or leave such rows out"
+        )
     if len(names) < 2:
         raise DataError(f"{where}: all labels are {names[0]!r}; two classes are the fewest to tell apart")
     number = {name: place for place, name in enumerate(names)}

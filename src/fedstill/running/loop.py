@@ -28,6 +28,7 @@ from fedstill.engine.base import Engine
 from fedstill.engine.worker import FinalExchange, Train, Worker
 from fedstill.inference.predictor import Predictor
 from fedstill.methods.base import misfit
+from fedstill.methods.summed import averaged
 from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Scores, Summary
 from fedstill.running.callbacks import Callback, Callbacks, RunView
 from fedstill.running.cohorts import Cohorts
@@ -360,12 +361,16 @@ class RoundLoop:
             least=fewest_answers(config, method) if engine.remote else config.min_clients,
             tick=self.client_done,
             names=self.setup.federation.names,
-            judge=self.judge(engine, down, str(region.number)),
+            judge=None if config.secure_aggregation else self.judge(engine, down, str(region.number)),
+            masked=config.secure_aggregation,
         )
         with self._stream("server layers", region.number):
             # Nothing has run yet: the clients train while `aggregate` pulls their updates out of the engine's iterator.
             received, attack = iter(uplinks), self.setup.attack
-            method.aggregate(server, colluding(attack, method, server, received) if attack.colludes else received)
+            received = colluding(attack, method, server, received) if attack.colludes else received
+            if config.secure_aggregation and not engine.remote:  # of clients elsewhere nothing but the mean arrives
+                received = averaged(received, wire.up)
+            method.aggregate(server, received)
         self.client_states |= {str(k): uplinks.states[k] for k in uplinks.good if k in uplinks.states}
         tally.add(uplinks, nbytes(down) * len(cohort))
         tally.left_out += self._names(uplinks.dropped) if engine.remote else []

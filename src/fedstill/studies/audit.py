@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstill.building.config import Config
@@ -41,8 +42,8 @@ from fedstill.running.api import run_in_directory, run_setup
 from fedstill.running.callbacks import Callback
 from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import prepare_again
-from fedstill.running.loop import RoundLoop
 from fedstill.running.machine import one_thread
+from fedstill.running.servers import global_model, read_servers
 from fedstill.studies.inversion import Inversion, chosen, invert, reason_against
 from fedstill.studies.wire_leaks import Exchanged, on_the_wire
 from fedstill.train.evaluate import score
@@ -129,9 +130,12 @@ class Audit:
         }
         write_json(self.path / files.AUDIT, found)
 
+    def tables(self) -> list[Table]:
+        """All that was measured."""
+        return [self.table(), *([self.inversion_table()] if self.inversions else [])]
+
     def __str__(self) -> str:
-        tables = [self.table(), *([self.inversion_table()] if self.inversions else [])]
-        return "\n\n".join([*map(str, tables), *self.notes])
+        return "\n\n".join([*map(str, self.tables()), *self.notes])
 
 
 def audit(
@@ -191,8 +195,10 @@ class _Auditor:
         self.members, self.others, self._owners = pairs(setup.federation, samples, setup.config.seed)
         source = setup.federation.dataset.train
         others = _others_split(setup.federation)
-        self._x = torch.cat([source.x[self.members], others.x[self.others]])
-        self._y = torch.cat([source.y[self.members], others.y[self.others]])
+        self._split = Split(
+            torch.cat([source.x[self.members], others.x[self.others]]),
+            torch.cat([source.y[self.members], others.y[self.others]]),
+        )
         spent = [record.get("epsilon") for record in directory.records()]
         numbers = [epsilon for epsilon in spent if isinstance(epsilon, int | float)]
         self._epsilon = float(numbers[-1]) if numbers else None
@@ -202,13 +208,13 @@ class _Auditor:
     def run(
         self, shadows: int, clients: int, inversion_steps: int, callbacks: Sequence[Callback], own: dict[str, Any]
     ) -> Audit:
-        included = balanced_halves(shadows, len(self._y), self._setup.config.seed) if shadows else None
+        included = balanced_halves(shadows, len(self._split.y), self._setup.config.seed) if shadows else None
         self._out.mkdir(parents=True, exist_ok=True)
-        loop = RoundLoop(self._setup, self._directory)
+        server, regional = read_servers(self._setup, self._directory)
         leaks: list[Leak] = []
         if self._setup.method.global_model:
             self._told("final model", 1, 1)
-            target = self._confidences(self._setup.task, loop.model())
+            target = self._confidences(self._setup.task, global_model(self._setup, server))
             leaks.append(self._leak("final model", "loss", *self._halves(target)))
             if included is not None:
                 found = np.stack(list(self._shadows(included, callbacks, own)))
@@ -217,9 +223,10 @@ class _Auditor:
                 )
         self._told("messages of the next round", 1, 1)
         with tempfile.TemporaryDirectory() as folder:
-            exchanged = Exchanged.next_round(loop, Store(Path(folder)), self._owners, clients)
-            split = Split(self._x, self._y)
-            seen, notes = on_the_wire(exchanged, split, self._owners)
+            exchanged = Exchanged.next_round(
+                self._setup, regional, self._directory.client_store, Store(Path(folder)), self._owners, clients
+            )
+            seen, notes = on_the_wire(exchanged, self._split, self._owners)
         leaks += [self._leak(what, attack, members, others) for what, attack, members, others in seen]
         inversions, more = self._inversions(exchanged, inversion_steps)
         config = self._setup.config
@@ -236,10 +243,10 @@ class _Auditor:
         return values[: len(self.members)], values[len(self.members) :]
 
     def _confidences(self, task: Task, model: Tensor) -> Floats:
-        return confidence_logits(score(task, model, self._x, self._y)["loss"].double().cpu().numpy())
+        return confidence_logits(score(task, model, self._split.x, self._split.y)["loss"].double().cpu().numpy())
 
     def _shadows(
-        self, included: np.ndarray[Any, Any], callbacks: Sequence[Callback], own: dict[str, Any]
+        self, included: NDArray[np.bool_], callbacks: Sequence[Callback], own: dict[str, Any]
     ) -> Iterator[Floats]:
         """The confidences under each shadow run, from a file where it is done."""
         config = self._setup.config
@@ -250,9 +257,7 @@ class _Auditor:
             if known.get("about") != about:
                 self._told("shadow run", number + 1, len(included))
                 own_config = shadow_config(config, number)
-                federation = shadow_federation(
-                    self._setup.federation, self.members, self._owners, self._x, self._y, mask
-                )
+                federation = shadow_federation(self._setup.federation, self.members, self._owners, self._split, mask)
                 setup = prepare(own_config, **{**own, "data": federation})
                 values = self._confidences(setup.task, _trained(setup, place, callbacks)).tolist()
                 known = {"about": about, "confidences": values}
@@ -270,13 +275,13 @@ class _Auditor:
             return (), (f"gradient inversion was not tried: {reason}",)
         dataset, client = task.dataset, exchanged.clients[0]
         count = len(self.members)
-        prior = dataset.normalise(self._x[count:])
+        prior = dataset.normalise(self._split.x[count:])
         own = torch.from_numpy(np.flatnonzero(self._owners == client))
         found = []
         for size in (size for size in _BATCHES if size <= len(own)):
             self._told("gradient inversion of a batch of", size, max(_BATCHES))
-            batch = own[chosen(size, self._y[own], self._setup.config.seed)]
-            samples = Samples(self._x, self._y, batch, dataset.normalise)
+            batch = own[chosen(size, self._split.y[own], self._setup.config.seed)]
+            samples = Samples(self._split.x, self._split.y, batch, dataset.normalise)
             state = exchanged.states.get(client, {})
             found.append(
                 invert(
@@ -323,7 +328,7 @@ def shadow_config(config: Config, number: int) -> Config:
 
 
 def shadow_federation(
-    federation: Federation, members: IntArray, owners: IntArray, x: Tensor, y: Tensor, included: np.ndarray[Any, Any]
+    federation: Federation, members: IntArray, owners: IntArray, samples: Split, included: NDArray[np.bool_]
 ) -> Federation:
     """The same clients, with those of the samples that are included: an other sample goes to the client of its pair."""
     dataset, count, size = federation.dataset, len(members), len(federation.dataset.train)
@@ -334,9 +339,7 @@ def shadow_federation(
         more = size + np.flatnonzero(included[count:] & (owners == client))
         held.append(np.concatenate([own[~np.isin(own, left_out)], more]))
         sizes.append(len(held[-1]))
-    train = replace(
-        dataset.train, x=torch.cat([dataset.train.x, x[count:]]), y=torch.cat([dataset.train.y, y[count:]]), client=None
-    )
+    train = Split(torch.cat([dataset.train.x, samples.x[count:]]), torch.cat([dataset.train.y, samples.y[count:]]))
     return replace(
         federation,
         dataset=replace(dataset, train=train),
@@ -354,6 +357,6 @@ def _trained(setup: Setup, place: Path, callbacks: Sequence[Callback]) -> Tensor
         run_setup(setup, place, callbacks=callbacks)
     directory = RunDirectory.open(place)
     try:
-        return RoundLoop(setup, directory).model()
+        return global_model(setup, read_servers(setup, directory)[0])
     finally:
         directory.release()

@@ -5,7 +5,7 @@ What crosses is that of the round that would follow the run: nothing of it has t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.building.setup import Setup
 from fedstill.core.arrays import IntArray
 from fedstill.core.store import Store
 from fedstill.core.tree import Message
 from fedstill.data.dataset import Split
 from fedstill.engine.worker import Train, Worker
-from fedstill.methods.base import Method, Part, Uplink
+from fedstill.methods.base import Method, Part, Server, Uplink
 from fedstill.methods.kinds import Kind
 from fedstill.methods.summed import averaged
 from fedstill.privacy.membership import Floats, confidence_logits
-from fedstill.running.loop import RoundLoop
 from fedstill.train.evaluate import Outputs, predict, score
 from fedstill.train.task import Samples, Task
 
@@ -55,17 +55,20 @@ class Exchanged:
         return [(self.clients, mean.message)]
 
     @classmethod
-    def next_round(cls, loop: RoundLoop, scratch: Store, owners: IntArray, most: int) -> Exchanged:
-        """The round after the last, of the clients with the most samples that are looked at; nothing of it is kept."""
-        setup = loop.setup
+    def next_round(
+        cls, setup: Setup, regional: Mapping[int, Server], store: Store, scratch: Store, owners: IntArray, most: int
+    ) -> Exchanged:
+        """The round after the last, of the clients with the most samples that are looked at.
+
+        `regional` are the servers, `store` the clients' states as they are, `scratch` takes what they become.
+        """
         counts = np.bincount(owners, minlength=setup.federation.clients)
         region = max(setup.hierarchy.regions, key=lambda each: int(counts[each.clients].sum()))
-        server, method = loop.regional[region.number], region.method
-        server.round = round_ = loop.server.round + 1
+        server, method = regional[region.number], region.method
+        server.round = round_ = server.round + 1
         method.begin(server)
         down = method.downlink(server)
         largest = region.clients[np.argsort(-counts[region.clients], kind="stable")][:most]
-        store = loop.directory.client_store
         up, states = {}, {}
         worker = Worker(region.task, setup.federation, method, scratch)
         for client in sorted(int(k) for k in largest if counts[k]):
@@ -85,7 +88,8 @@ def on_the_wire(exchanged: Exchanged, samples: Split, owners: IntArray) -> tuple
     found: list[Seen] = []
     notes = []
     for name, part in wire.up.items():
-        seen = _attacked(exchanged, name, part, samples, owners)
+        sent = all(name in message for message in exchanged.up.values())
+        seen = _attacked(exchanged, name, part, samples, owners) if sent else None
         if seen is None:
             notes.append(f"{name!r} ({part.what}) was not attacked: no membership attack on it is known here")
         else:
@@ -93,7 +97,7 @@ def on_the_wire(exchanged: Exchanged, samples: Split, owners: IntArray) -> tuple
     return found, notes
 
 
-Scores = Callable[[int, Message, Split], Floats]
+Scores = Callable[[Message, Split], Floats]
 """How much each sample looks like one that a client trained on, by what it sent."""
 
 
@@ -113,7 +117,7 @@ def _attacked(exchanged: Exchanged, name: str, part: Part, samples: Split, owner
     for clients, message in exchanged.messages():
         own = np.flatnonzero(np.isin(owners, clients))
         for group, places in ((members, own), (others, own + len(owners))):
-            group.append(scores(clients[0], message, Split(samples.x[places], samples.y[places])))
+            group.append(scores(message, Split(samples.x[places], samples.y[places])))
     return f"{seen} of {whose}", attack, np.concatenate(members), np.concatenate(others)
 
 
@@ -123,9 +127,7 @@ def _by_weights(exchanged: Exchanged) -> Scores:
     def confidences(model: Tensor, split: Split) -> Floats:
         return confidence_logits(score(exchanged.task, model, split.x, split.y)["loss"].double().cpu().numpy())
 
-    return lambda client, message, split: (
-        confidences(message["model"], split) - confidences(exchanged.down["model"], split)
-    )
+    return lambda message, split: confidences(message["model"], split) - confidences(exchanged.down["model"], split)
 
 
 def _width(exchanged: Exchanged, name: str, part: Part) -> Literal["logits", "features", ""]:
@@ -149,7 +151,7 @@ def _by_class_means(exchanged: Exchanged, name: str, which: Literal["logits", "f
     kind = exchanged.method.wire(exchanged.task).up[name].kind
     centre = torch.stack([message[name] for _, message in exchanged.messages()]).double().mean(0)
 
-    def scores(client: int, message: Message, split: Split) -> Floats:
+    def scores(message: Message, split: Split) -> Floats:
         outputs = _outputs(exchanged, split)
         found = (outputs.logits if which == "logits" else outputs.features).double()
         found = found.softmax(1) if kind is Kind.PREDICTIONS and which == "logits" else found
@@ -161,22 +163,21 @@ def _by_class_means(exchanged: Exchanged, name: str, which: Literal["logits", "f
 
 def _shows_pictures(exchanged: Exchanged) -> bool:
     """Whether there is a generator of pictures that the server sees for itself."""
-    return (
-        bool(exchanged.task.dataset.mean)
-        and not exchanged.masked
-        and _pictures(exchanged, exchanged.clients[0]) is not None
-    )
+    if exchanged.masked or not exchanged.task.dataset.mean:
+        return False
+    return _pictures(exchanged, exchanged.messages()[0][1]) is not None
 
 
-def _pictures(exchanged: Exchanged, client: int) -> Tensor | None:
-    return exchanged.method.pictures(exchanged.task, exchanged.states[client], _PICTURES)
+def _pictures(exchanged: Exchanged, message: Message) -> Tensor | None:
+    """What the generator in a message makes: by name it is what a method keeps of one."""
+    return exchanged.method.pictures(exchanged.task, dict(message), _PICTURES)
 
 
 def _by_pictures(exchanged: Exchanged) -> Scores:
     """How near a sample is to what the client's generator makes (GAN-Leaks; Chen et al. 2020)."""
 
-    def scores(client: int, message: Message, split: Split) -> Floats:
-        pictures = _pictures(exchanged, client)
+    def scores(message: Message, split: Split) -> Floats:
+        pictures = _pictures(exchanged, message)
         assert pictures is not None
         distances = torch.cdist((split.x.double() / 255).flatten(1), pictures.detach().double().flatten(1))
         return np.asarray(-distances.min(1).values.cpu().numpy())

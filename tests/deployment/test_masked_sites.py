@@ -93,6 +93,7 @@ def test_sites_have_the_bits_of_the_simulation_and_their_updates_stay_there(
     assert verify(tmp_path / "sites" / "north" / "audit.jsonl") > 4
 
 
+@pytest.mark.slow
 def test_a_site_may_die_at_every_step(tmp_path: Path, updates: list[dict[int, Tensor]]) -> None:
     """In each round another step: the model is the mean of those whose update had come."""
     wire = Tapped(tmp_path / "sites", replace(POLICY, min_sites=2))
@@ -139,6 +140,7 @@ def test_a_site_refuses_to_be_singled_out(tmp_path: Path) -> None:
         strict.handle(join | {"run": join["run"] | {"config": without}})
 
 
+@pytest.mark.slow
 def test_inside_regions_updates_are_masked_and_only_the_regions_models_meet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

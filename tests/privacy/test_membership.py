@@ -11,6 +11,7 @@ from scipy.stats import norm
 
 from fedstill.core.errors import SettingError
 from fedstill.privacy.membership import (
+    Floats,
     advantage,
     balanced_halves,
     confidence_logits,
@@ -19,7 +20,7 @@ from fedstill.privacy.membership import (
 )
 
 
-def scores(shift: float, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+def scores(shift: float, count: int, seed: int = 0) -> tuple[Floats, Floats]:
     rng = np.random.default_rng(seed)
     return rng.normal(shift, 1, count), rng.normal(0, 1, count)
 

@@ -18,8 +18,8 @@ from fedstill.core import seeds
 from fedstill.core.tree import Message
 from fedstill.methods.base import Method
 from fedstill.train.client import Client
-from fedstill.train.evaluate import classifier, logits
-from fedstill.train.task import Samples, Task
+from fedstill.train.evaluate import logits
+from fedstill.train.task import Samples, Task, classifier
 
 _SMOOTH = 1e-3  # weight of the total variation of images
 _RATE = 0.1

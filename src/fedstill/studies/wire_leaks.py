@@ -113,7 +113,8 @@ def _attacked(exchanged: Exchanged, name: str, part: Part, samples: Split, owner
         seen, attack, scores = part.what, "distance from the class mean", _by_class_means(exchanged, name, width)
     else:
         return None
-    members, others = [], []
+    members: list[Floats] = []
+    others: list[Floats] = []
     for clients, message in exchanged.messages():
         own = np.flatnonzero(np.isin(owners, clients))
         for group, places in ((members, own), (others, own + len(owners))):

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from fedstill.running.progress import Progress
     from fedstill.running.result import Result
     from fedstill.running.tensorboard import TensorBoard
+    from fedstill.studies.audit import Audit, audit
     from fedstill.train.client import Client
     from fedstill.train.loop import Objective
     from fedstill.train.losses import kl
@@ -92,6 +93,7 @@ _HOMES = {
     "fedstill.running.progress": ("Progress",),
     "fedstill.running.result": ("Result",),
     "fedstill.running.tensorboard": ("TensorBoard",),
+    "fedstill.studies.audit": ("Audit", "audit"),
     "fedstill.train.client": ("Client",),
     "fedstill.train.loop": ("Objective",),
     "fedstill.train.losses": ("kl",),
@@ -99,6 +101,7 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
+    "Audit",
     "Budget",
     "CSVLog",
     "Callback",
@@ -142,6 +145,7 @@ __all__ = [
     "TensorBoard",
     "Uplink",
     "Wire",
+    "audit",
     "compare",
     "compose",
     "federate",

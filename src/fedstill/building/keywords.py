@@ -171,6 +171,9 @@ class Settings(TypedDict, total=False):
     max_update_ratio: float
     """Served: an update longer than so many times the round's median is dropped; 0: none is. [default: 100.0; at
     least 0]"""
+    secure_aggregation: bool
+    """The server gets only the sum of a round's updates, all counting alike: of sites under masks that cancel in
+    it, in a simulation with the same rounding. [default: False]"""
     max_share: float
     """Served: the largest share of all samples (and tests) that a site counts with; 0: 0.75 of three sites, 0.6 of
     four, half of more; 1: no limit. [default: 0.0; at least 0, at most 1]"""

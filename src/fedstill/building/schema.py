@@ -282,6 +282,11 @@ class Config(BaseModel):
         ge=0,
         description="served: an update longer than so many times the round's median is dropped; 0: none is",
     )
+    secure_aggregation: bool = Field(
+        False,
+        description="the server gets only the sum of a round's updates, all counting alike: of sites under masks that "
+        "cancel in it, in a simulation with the same rounding",
+    )
     max_share: float = Field(
         0.0,
         ge=0,

@@ -27,6 +27,7 @@ from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation
 from fedstill.methods import registry
 from fedstill.methods.base import Method
+from fedstill.methods.summed import check_sums_only, masked_bytes
 from fedstill.metrics.records import Majority
 from fedstill.metrics.scores import Function, Metric
 from fedstill.metrics.scores import find as find_metrics
@@ -90,6 +91,8 @@ def prepare(
     hierarchy = arrange(config, task, federation, method)
     check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
     hierarchy = with_noise(hierarchy, config, federation, elsewhere=elsewhere)
+    if config.secure_aggregation:
+        check_secure(config, [(region.task, region.method) for region in hierarchy.regions])
     attack = attack_of(config, federation, hierarchy)
     notes += [
         *_warnings(config, task, federation, hierarchy),
@@ -169,10 +172,23 @@ def attack_of(config: Config, federation: Federation, hierarchy: Hierarchy) -> A
     return attack
 
 
+def check_secure(config: Config, trained: Sequence[tuple[Task, Method]]) -> None:
+    """Refuse what cannot work where the server sees sums of updates alone."""
+    for task, method in trained:
+        check_sums_only(method, task)
+    if config.flat and config.max_update_ratio not in (0, Config.model_fields["max_update_ratio"].default):
+        raise SettingError(
+            f"max_update_ratio = {config.max_update_ratio:g}: with secure_aggregation no single update can be "
+            "measured; leave it out"
+        )
+
+
 def largest_answer(config: Config, federation: Federation) -> int:
     """Bytes of the tensors that a client sends at most."""
     method = registry.make(config.method, config.hyper)
     task = make_task(config, federation, method)
     inside = [regional_method(own, config, method) for own in config.each_region()] or [method]
     wires = [each.wire(task) for each in (method, *inside)]
+    if config.secure_aggregation:
+        return max(masked_bytes(wire.up) for wire in wires)
     return max(sum(part.nbytes for part in parts.values()) for wire in wires for parts in (wire.up, wire.last))

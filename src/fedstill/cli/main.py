@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedstill.cli import board, cache, columns, figures, inference, keys, machines, privacy
+from fedstill.cli import audit, board, cache, columns, figures, inference, keys, machines, privacy
 from fedstill.cli.consent import TrustCode, ask, on_terminal
 from fedstill.cli.failure import Halted, one_line
 from fedstill.cli.options import (
@@ -387,6 +387,7 @@ def partition(
 app.add_typer(figures.app, name="figure", rich_help_panel="Look")
 app.command(name="cache", rich_help_panel="Look")(cache.cache)
 app.command(name="privacy", rich_help_panel="Look")(privacy.privacy)
+app.command(name="audit", rich_help_panel="Look")(audit.audit)
 app.command(name="columns", rich_help_panel="Look")(columns.columns)
 for command in (inference.predict, inference.evaluate, inference.export):
     app.command(rich_help_panel="Use a trained model")(command)

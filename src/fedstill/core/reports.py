@@ -36,6 +36,7 @@ class Code(StrEnum):
     BAD_REQUEST = "bad-request"
     TOO_FEW_SITES = "too-few-sites"
     SITES_MISCOUNTED = "sites-miscounted"
+    MASKING_REFUSED = "masking-refused"
     FAILED = "failed"
 
 
@@ -51,6 +52,7 @@ class Step(StrEnum):
     FINAL = "final"
     SCORE = "score"
     EPISODE = "episode"
+    MASK = "mask"
     SEND = "send"
 
 
@@ -71,6 +73,8 @@ SENTENCES = {
     Code.BAD_REQUEST: "it did not understand the request",
     Code.TOO_FEW_SITES: "too few of its own sites took part",
     Code.SITES_MISCOUNTED: "it has keys of another number of sites than its region has clients in the settings",
+    Code.MASKING_REFUSED: "it does not take part in this sum of masked updates: too few sites are in it, or it was "
+    "started again since the sum began",
     Code.FAILED: "its work failed",
 }
 _NUMBER = re.compile("[0-9a-f]{4}")

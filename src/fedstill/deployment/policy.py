@@ -47,6 +47,8 @@ class Policy:
     max_rounds: Annotated[int, Field(ge=0)] = 0  # trainings for one run, at most; 0: no limit
     max_hours: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of work for one run, at most; 0: no limit
     min_count: Limit = 5  # rows behind a number or a category of a table's statistics, at least
+    secure_only: bool = False  # whether updates leave this site only under masks (secure_aggregation)
+    min_sites: Annotated[int, Field(ge=2)] = 3  # updates in a masked sum that this site's may be in, at least
     download: bool = False  # whether datasets and encoders that a server names may be fetched
     max_parameters: Limit = 500_000_000  # numbers in the network
     max_epochs: Limit = 1000  # passes over the data in a round
@@ -96,6 +98,10 @@ def check_text(text: Any) -> str:
 def check_settings(policy: Policy, config: Config) -> None:
     """Refuse settings that would exhaust the site."""
     _check_limit("regions", config.regions, policy.max_clients)  # before there is a table for each
+    if policy.secure_only and not config.secure_aggregation:
+        raise Refusal(
+            Code.NOT_ALLOWED, "this site's policy is secure_only, and the run has not secure_aggregation = true"
+        )
     tables = config.each_region()
     limits = {
         "epochs": (max(config.epochs, *(t.epochs or 0 for t in tables)), policy.max_epochs),

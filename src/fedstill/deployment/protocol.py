@@ -15,6 +15,8 @@ from fedstill.core.tree import Tree
 from fedstill.metrics.scores import FUNCTIONS, ClassCounts
 
 _MOST = 10**8  # samples of a site
+# Kinds of the requests around the training of a masked round, and the name of what a site then sends.
+MASK_KEYS, MASK_SHARES, MASK_REVEAL, MASKED = "MaskKeys", "MaskShares", "MaskReveal", "masked"
 STATISTICS = "Statistics"  # the kind of the request for sums over a table's columns
 
 RunInfo = dict[str, Any]

@@ -39,7 +39,7 @@ from fedstill.deployment.server import SiteEngine, Terms
 from fedstill.deployment.site import LocalInputs, check_tokenizer
 from fedstill.engine.worker import Score, Train, request_from
 from fedstill.methods import registry
-from fedstill.methods.base import Method
+from fedstill.methods.base import Method, Part
 from fedstill.methods.kinds import Kind
 from fedstill.metrics.records import RoundRecord, value_of
 from fedstill.running import files
@@ -267,7 +267,8 @@ class _RegionRun:
         )
         self._registry.counts.forget(server.terms.recount)
         least = fewest_answers(config, self._method)
-        self._sites = SiteEngine(None, self._link, self._registry, server.terms, least=least)
+        masked = self._declared if config.secure_aggregation else None
+        self._sites = SiteEngine(None, self._link, self._registry, server.terms, least=least, masked=masked)
         self.rounds: RegionalLoop | None = None
         with ExitStack() as opened:
             exists = (place / files.CONFIG).is_file()
@@ -344,6 +345,12 @@ class _RegionRun:
     def _info_for_sites(self) -> RunInfo:
         """The run info for the sites: that of the global server, except that checkpoints are made here."""
         return {**self.run_info, "checkpoint": self._directory.oldest_checkpoint()}
+
+    def _declared(self, _region: int) -> dict[str, Part]:
+        """What the sites of the region send, once its rounds have begun."""
+        assert self.rounds is not None
+        only = self.rounds.setup.hierarchy.regions[0]
+        return only.method.wire(only.task).up
 
     def _setup(self) -> Setup:
         config, federation = self._config, self._registry.federation

@@ -10,6 +10,7 @@ import logging
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from fedstill.data.statistics import with_table
 from fedstill.deployment.audit import RecordedLink
 from fedstill.deployment.delivery import deliver
 from fedstill.deployment.episodes import TOTALS, EpisodeLoop
+from fedstill.deployment.masked_rounds import MaskedRound
 from fedstill.deployment.protocol import (
     BALANCED,
     BY_CLASS,
@@ -46,8 +48,9 @@ from fedstill.deployment.registry import SiteRegistry
 from fedstill.deployment.statistics import StatisticsPoll
 from fedstill.deployment.waiting import RequestDeadline, ResponseTimes
 from fedstill.engine.base import Engine, Inline, LocalTest
-from fedstill.engine.worker import Request, Score, Worker, kind_of, request_fields
+from fedstill.engine.worker import Request, Score, Train, Worker, kind_of, request_fields
 from fedstill.methods import registry as methods
+from fedstill.methods.base import Part
 from fedstill.metrics.scores import ClassCounts
 from fedstill.models.base import frozen_digest
 from fedstill.running import api, files
@@ -88,9 +91,20 @@ class SiteEngine(Engine):
     """Sends each request to the site whose client it is about; tests the global model itself."""
 
     def __init__(
-        self, worker: Worker | None, link: SiteLink, registry: SiteRegistry, terms: Terms, *, least: int = 1
+        self,
+        worker: Worker | None,
+        link: SiteLink,
+        registry: SiteRegistry,
+        terms: Terms,
+        *,
+        least: int = 1,
+        masked: Callable[[int], Mapping[str, Part]] | None = None,
     ) -> None:
-        """Without a `worker` nothing is tested here; `least`: how many answers are enough for a round."""
+        """Without a `worker` nothing is tested here; `least`: how many answers are enough for a round.
+
+        With `masked`, which gives what the clients of a region send, only the sum of their updates arrives here.
+        """
+        self._masked = masked
         self._link, self._registry, self._terms, self._least = link, registry, terms, least
         self._times = ResponseTimes(terms.wait_after)
         self._anew = set(terms.recount)  # sites that may have lost their state
@@ -116,31 +130,50 @@ class SiteEngine(Engine):
         if any(isinstance(request, Score) for request in requests):
             assert self._local
             yield from self._local.run(requests, down)
+        elif requests and self._masked is not None:
+            first = requests[0]
+            assert isinstance(first, Train)  # methods with more requests are refused under masks
+            exchange = partial(self._exchange, first, down)
+            yield from MaskedRound(exchange, self._masked(first.region), self._least).run(
+                [request for request in requests if isinstance(request, Train)]
+            )
         elif requests:  # a server without data has no test samples to score
             yield from self._clients(requests, down)
 
     def _clients(self, requests: Sequence[Any], down: Message) -> Iterator[Tree]:
-        by_site = {}
-        for request in requests:
-            site = self._registry.site_of(request.client)
-            fields = request_fields(request) | ({"state": 0} if site in self._anew else {})
-            by_site[site] = self._registry.request(site, fields, down, self._timeout)
         first = requests[0]
-        name = f"{self._registry.series} {kind_of(first)} {first.round} {getattr(first, 'region', 0)}"
-        deadline = RequestDeadline(self._times, kind_of(first), by_site, least=self._least)
-        arriving = deadline.watch(
-            self._link.send_requests(by_site, timeout=self._timeout, name=name, until=deadline.moment)
-        )
-        answers: dict[str, Any] = {}
-        for site in by_site:
-            while site not in answers:
+        bodies = {request.client: request_fields(request) for request in requests}
+        arriving = self._exchange(first, down, bodies, kind_of(first), self._least, trains=True)
+        answers: dict[int, Any] = {}
+        for client in bodies:
+            while client not in answers:
                 sender, answer = next(arriving)
                 answers[sender] = answer
-            claimed, weight = self._registry.samples(site), self._registry.weight(site)
-            answer = _client_answer(answers.pop(site), claimed, weight, site)
-            if "failure" not in answer:
-                self._anew.discard(site)
-            yield answer
+            yield answers.pop(client)
+
+    def _exchange(
+        self, first: Any, down: Message, bodies: Mapping[int, Tree], kind: str, least: int, trains: bool
+    ) -> Iterator[tuple[int, Any]]:
+        """Each client's answer to its request as it comes, in the round of this `first` request to train.
+
+        Answers of clients that train are checked, and kept by sites in case the server is killed.
+        """
+        clients, by_site = {}, {}
+        for client, body in bodies.items():
+            site = self._registry.site_of(client)
+            clients[site] = client
+            fields = body | ({"state": 0} if trains and site in self._anew else {})
+            by_site[site] = self._registry.request(site, fields, down if trains else {}, self._timeout)
+        name = f"{self._registry.series} {kind} {first.round} {getattr(first, 'region', 0)}" if trains else None
+        deadline = RequestDeadline(self._times, kind.split(maxsplit=1)[0], by_site, least=least)
+        arriving = self._link.send_requests(by_site, timeout=self._timeout, name=name, until=deadline.moment)
+        for site, answer in deadline.watch(arriving):
+            if trains:
+                claimed, weight = self._registry.samples(site), self._registry.weight(site)
+                answer = _client_answer(answer, claimed, weight, site)  # noqa: PLW2901
+                if "failure" not in answer:
+                    self._anew.discard(site)
+            yield clients[site], answer
 
     def local_tests(self, down: Message) -> dict[int, LocalTest]:
         counts, claimed = self._registry.federation.test_sizes, self._registry.tests
@@ -308,7 +341,8 @@ def serve(
     loop_class, least = (EpisodeLoop, 1) if regional else (RoundLoop, fewest_answers(config, setup.method))
 
     def engine(worker: Worker) -> Engine:
-        return SiteEngine(worker, link, registry, terms, least=least)
+        # Regional servers see sums alone, and send their models as they are.
+        return SiteEngine(worker, link, registry, terms, least=least, masked=None if regional else _declared(setup))
 
     return api.run_in_directory(
         setup,
@@ -318,6 +352,13 @@ def serve(
         loop_class=loop_class,
         at_end=lambda loop: deliver(link, registry, loop.models(), timeout=terms.timeout),
     )
+
+
+def _declared(setup: Setup) -> Callable[[int], Mapping[str, Part]] | None:
+    """What clients send, by region, if it is to be masked."""
+    if not setup.config.secure_aggregation:
+        return None
+    return lambda number: setup.hierarchy.regions[number].method.wire(setup.hierarchy.regions[number].task).up
 
 
 def _class_weight(directory: RunDirectory, setup: Setup, registry: SiteRegistry) -> list[float]:

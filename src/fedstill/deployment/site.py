@@ -19,6 +19,7 @@ import torch
 
 from fedstill.building.config import Config, resolve
 from fedstill.building.data import dataset_of, divide, load_data, wanted_size
+from fedstill.building.setup import check_secure
 from fedstill.building.task import local_training, make_task
 from fedstill.building.topology import regional_method
 from fedstill.core.device import find, on
@@ -35,11 +36,13 @@ from fedstill.data.statistics import PARTS, column_sums, own_columns, with_table
 from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, STATE, AuditLog, answer_entry, request_kind
 from fedstill.deployment.delivery import is_finish, keep_model
+from fedstill.deployment.masked_site import SiteMasks, is_masking
 from fedstill.deployment.policy import Consent, Policy, Usage
 from fedstill.deployment.protocol import (
     BALANCED,
     BY_CLASS,
     CLASS_COUNTS,
+    MASKED,
     NO_SCORE,
     SCORES,
     STATISTICS,
@@ -130,6 +133,7 @@ class Site:
         self._settings: tuple[str, Config] | None = None  # of the run, as text and checked
         self._ready: tuple[dict[str, Any], Worker] | None = None
         self._audit = AuditLog(directory / SENT)
+        self._masks = SiteMasks(self._policy)
 
     def handle(self, message: Tree) -> Tree:
         with during(Step.REQUEST):
@@ -148,11 +152,17 @@ class Site:
         if is_finish(body):
             with usage.work(training=False):
                 return self._finish(self._worker(run, config), config, run, body.get("model"), down)
+        if is_masking(body):
+            with usage.work(training=False):
+                self._worker(run, config)  # whether this site takes part at all
+                with during(Step.MASK):
+                    return self._masks.handle(body, run)
         with during(Step.REQUEST):
+            body, masking = _without_masking(body)
             request = None if body is None else _request(body, run, config)
         with usage.work(training=isinstance(request, Train | FinalExchange)):
             worker = self._worker(run, config)
-            return self._answer(worker, request, down, run, config)
+            return self._answer(worker, request, down, run, config, masking)
 
     def _statistics(self, run: RunInfo, config: Config) -> Tree:
         """Sums over the columns of the site's training rows, from which a server makes the preprocessing of a table."""
@@ -173,7 +183,9 @@ class Site:
             self._finished(keep_model(self._directory, worker, config, run["client"], name, down))
         return {"received": True}
 
-    def _answer(self, worker: Worker, request: Request | None, down: Tree, run: RunInfo, config: Config) -> Tree:
+    def _answer(
+        self, worker: Worker, request: Request | None, down: Tree, run: RunInfo, config: Config, masking: Tree
+    ) -> Tree:
         private = Kind.METRICS in self._policy.deny
         if request is None:
             tests = 0 if private else len(worker.federation.test_index)
@@ -192,6 +204,9 @@ class Site:
         with during(Step.REQUEST):
             if isinstance(request, Train) and (problem := misfit(down, wire.down)):
                 raise Refusal(Code.BAD_REQUEST, f"what the server sent does not fit its method: {problem}")
+        if config.secure_aggregation:
+            with during(Step.MASK):
+                self._masks.check(masking, run)
         with during(Step.TRAIN if isinstance(request, Train) else Step.FINAL), one_thread(), on(self._device):
             if isinstance(request, Train):
                 _forget_with_the_server(worker.store, run.get(ROLLBACKS, []), request.round)
@@ -200,6 +215,9 @@ class Site:
         with during(Step.SEND):
             declared = wire.up if isinstance(request, Train) else wire.last
             policies.check_message(answer["message"], declared, self._policy.deny)
+        if config.secure_aggregation:
+            with during(Step.MASK):
+                answer["message"] = self._masks.masked(masking, answer["message"], declared, run)
         if newest := worker.store.newest(request.client, request.round + 1):
             answer["state"] = newest
         worker.store.prune([run["client"]], needed=run["checkpoint"])
@@ -236,6 +254,7 @@ class Site:
             worker = self._ready[1]
             for task, method in worker.regional or ((worker.task, worker.method),):
                 kinds |= policies.kinds_of(method, task)
+            kinds[MASKED] = f"masked {', '.join(sorted(set(kinds.values()) - {kinds[BY_CLASS]}))}"
         self._audit.append(**answer_entry(message, answer, kinds))
 
     def _worker(self, run: RunInfo, config: Config) -> Worker:
@@ -274,6 +293,8 @@ class Site:
                     "the frozen part of the network is not the server's: another pretrained encoder is meant"
                 )
             regional = self._regional(config, run, task, method, federation)
+            if config.secure_aggregation:
+                check_secure(config, [inside for _, inside in regional] or [(task, method)])
             if config.flat:
                 steps, weights = run["steps"] or [0], _class_weight(run)
                 task = task.trained_as(replace(task.local, steps_per_epoch=steps[0], class_weight=weights))
@@ -340,6 +361,13 @@ def _own_columns(config: Config, run: RunInfo) -> Config:
     if config.split_column and sources.is_table(config.data, config.target) and path.is_file():
         own["split_column"] = config.split_column if config.split_column in header(path) else ""
     return config.model_copy(update=own)
+
+
+def _without_masking(body: Any) -> tuple[Any, Any]:
+    """A request to train, and what of it is about masks."""
+    if not isinstance(body, dict) or "masking" not in body:
+        return body, None
+    return {name: value for name, value in body.items() if name != "masking"}, body["masking"]
 
 
 def _trained_with(worker: Worker, request: Train | FinalExchange) -> tuple[Task, Method]:

@@ -206,6 +206,9 @@ class Method:
     client_keys: ClassVar[tuple[str, ...]] = ()
     streams: ClassVar[tuple[str, ...]] = ()
     revision: ClassVar[int] = 0  # raised when the same settings come to give other numbers
+    # Whether its `aggregate` needs nothing but the mean of what clients send, part by part, all counting alike. Counts
+    # only for the class that has both.
+    sums_only: ClassVar[bool] = False
     default_regions: ClassVar[int] = 1  # unless `regions` is set; more: it is made to aggregate regions
 
     def needs(self) -> Needs:

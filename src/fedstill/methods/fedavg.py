@@ -21,6 +21,7 @@ class FedAvg(Method):
 
     name: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "McMahan et al. 2017"
+    sums_only: ClassVar[bool] = True
 
     def wire(self, task: Task) -> Wire:
         weights = Part((task.size,), "weights", task.dtype, defence="any", kind=Kind.WEIGHTS)

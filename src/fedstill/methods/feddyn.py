@@ -24,6 +24,7 @@ class FedDyn(FedAvg):
 
     name: ClassVar[str] = "feddyn"
     paper: ClassVar[str] = "Acar et al. 2021"
+    sums_only: ClassVar[bool] = True
     server_keys: ClassVar[tuple[str, ...]] = ("h", "mean")
     client_keys: ClassVar[tuple[str, ...]] = ("h",)
 

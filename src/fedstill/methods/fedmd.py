@@ -30,6 +30,7 @@ class FedMD(FedAvg):
 
     name: ClassVar[str] = "fedmd"
     paper: ClassVar[str] = "Li & Wang 2019"
+    sums_only: ClassVar[bool] = True
     needs_proxy_data: ClassVar[bool] = True
     extra_information: ClassVar[str] = "logits of public samples"
     server_keys: ClassVar[tuple[str, ...]] = ("logits",)

@@ -22,6 +22,7 @@ from fedstill.train.task import Task
 class Modifier(Method):
     """Passes every question on to the method it modifies."""
 
+    sums_only: ClassVar[bool] = True
     rule: ClassVar[bool] = False  # whether it defends the methods inside it against malicious clients
     outermost: ClassVar[bool] = False  # whether nothing may see what clients send before it does
 

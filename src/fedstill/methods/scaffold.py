@@ -26,6 +26,7 @@ class SCAFFOLD(FedAvg):
 
     name: ClassVar[str] = "scaffold"
     paper: ClassVar[str] = "Karimireddy et al. 2020"
+    sums_only: ClassVar[bool] = True
     extra_information: ClassVar[str] = "its control variate (a mean gradient)"
     server_keys: ClassVar[tuple[str, ...]] = ("c",)
     client_keys: ClassVar[tuple[str, ...]] = ("c",)

@@ -22,6 +22,7 @@ tensorboard/        events for TensorBoard, if they were asked for
 run.json            the run's number and its sites, if its clients are elsewhere
 counts.json         the numbers of samples that each of them reported when it joined
 received.jsonl      what each of them sent, and its digest
+audit/              what an attacker learns of it, if that was looked at: audit.json, a picture, and shadow runs
 log.txt             what happened when
 
 A folder of several runs, as `fedstill compare` makes, also has:
@@ -58,6 +59,9 @@ SERVED = "run.json"
 COUNTS = "counts.json"
 RECEIVED = "received.jsonl"
 LOG = "log.txt"
+AUDITS = "audit"  # a folder
+AUDIT = "audit.json"  # in it
+AUDIT_PICTURE = "audit.png"
 COMPARISON = "comparison.json"  # beside run directories
 STUDENTS = "students"  # beside run directories
 

@@ -28,6 +28,7 @@ from fedstill.engine.base import Engine
 from fedstill.engine.worker import FinalExchange, Train, Worker
 from fedstill.inference.predictor import Predictor
 from fedstill.methods.base import misfit
+from fedstill.methods.summed import averaged
 from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Scores, Summary
 from fedstill.running.callbacks import Callback, Callbacks, RunView
 from fedstill.running.cohorts import Cohorts
@@ -373,20 +374,27 @@ class RoundLoop:
         wire = method.wire(region.task)
         if problem := misfit(down, wire.down):
             raise FedstillError(f"what the server is about to send is not what {method.name} declares: {problem}")
+        private = protects_clients(method)
+        fewest = fewest_answers(config, method) if engine.remote else config.min_clients
         uplinks = Checked(
             cohort,
             engine.run([Train(k, round_, measure, region.number, self._state_of(k)) for k in cohort], down),
             wire.up,
-            least=min(len(cohort), fewest_answers(config, method) if engine.remote else config.min_clients),
+            least=min(len(cohort), fewest) if private else fewest,  # a private cohort of chance may be smaller
             tick=self.client_done,
             names=self.setup.federation.names,
-            # Whoever is left out because of others could tell of them; private updates are clipped instead.
-            judge=None if protects_clients(method) else self.judge(engine, down, str(region.number)),
+            # Whoever is left out because of others could tell of them: private updates are clipped instead. Masked ones
+            # cannot be looked at.
+            judge=None if private or config.secure_aggregation else self.judge(engine, down, str(region.number)),
+            masked=config.secure_aggregation,
         )
         with self._stream("server layers", region.number):
             # Nothing has run yet: the clients train while `aggregate` pulls their updates out of the engine's iterator.
             received, attack = iter(uplinks), self.setup.attack
-            method.aggregate(server, colluding(attack, method, server, received) if attack.colludes else received)
+            received = colluding(attack, method, server, received) if attack.colludes else received
+            if config.secure_aggregation and not engine.remote:  # of clients elsewhere nothing but the mean arrives
+                received = averaged(received, wire.up)
+            method.aggregate(server, received)
         self.client_states |= {str(k): uplinks.states[k] for k in uplinks.good if k in uplinks.states}
         tally.add(uplinks, nbytes(down) * len(cohort))
         tally.left_out += self._names(uplinks.dropped) if engine.remote else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
 from fedstill.building.setup import Setup
 from fedstill.methods.base import Server
@@ -39,3 +40,22 @@ def make_servers(setup: Setup, directory: RunDirectory) -> tuple[Server, dict[in
             threads=threads,
         )
     return server, regional
+
+
+def read_servers(setup: Setup, directory: RunDirectory) -> tuple[Server, dict[int, Server]]:
+    """The same as they were after the newest checkpoint, to look at: the directory stays as it is."""
+    server, regional = make_servers(setup, directory)
+    round_ = directory.checkpoint_rounds()[-1]
+    state = directory.read_checkpoint(round_)
+    server.model, server.state = state["model"], state["state"]
+    for number, own in state.get("regions", {}).items():
+        regional[int(number)].model, regional[int(number)].state = own["model"], own["state"]
+    for each in (server, *regional.values()):
+        each.round = round_
+    return server, regional
+
+
+def global_model(setup: Setup, server: Server) -> Tensor:
+    """The model that a run is for, as it is on its server."""
+    own = setup.hierarchy.flat and not setup.method.has_final_exchange
+    return next(iter(setup.method.models(server).values())) if own else server.model

@@ -11,6 +11,7 @@ from fedstill.core.device import to_current_device
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import Message, Tree, nbytes
 from fedstill.methods.base import Method, Part, Uplink, fault
+from fedstill.methods.summed import masked_bytes
 from fedstill.running.judging import AnswerBuffer, Judge
 
 log = logging.getLogger(__name__)
@@ -44,8 +45,12 @@ class Checked:
         who: str = "client",
         names: Sequence[str] = (),
         judge: Judge | None = None,
+        masked: bool = False,
     ) -> None:
-        """With a `judge`, all answers are waited for before the first is handed on; `names` are for the log."""
+        """With a `judge`, all answers are waited for before the first is handed on; `names` are for the log.
+
+        `masked`: what comes is as long as masked sums are.
+        """
         self.good: list[int] = []
         self.dropped: dict[int, str] = {}
         self.bytes_up = 0
@@ -54,6 +59,7 @@ class Checked:
         self.states: dict[int, int] = {}  # of clients elsewhere: the round whose state each has
         self._clients, self._answers, self._declared = clients, answers, declared
         self._least, self._tick, self._who, self._names, self._judge = least, tick, who, names, judge
+        self._masked = masked
 
     def _drop(self, client: int, problem: str) -> None:
         self.dropped[client] = problem
@@ -74,7 +80,7 @@ class Checked:
             if "failure" in answer:
                 self._drop(client, answer["failure"])
                 continue
-            self.bytes_up += nbytes(answer["message"])
+            self.bytes_up += masked_bytes(self._declared) if self._masked else nbytes(answer["message"])
             if problem := fault(answer["message"], self._declared):
                 self._drop(client, problem)
                 continue

@@ -1,0 +1,248 @@
+"""Secure aggregation: a server learns the sum of vectors, and of no vector anything else.
+
+SecAgg (Bonawitz et al. 2017) and SecAgg+ (Bell et al. 2020), of which this is one attempt at one sum. In four steps:
+
+1. Everyone makes two key pairs. 2. With the public keys of its neighbours, everyone makes a secret with each of them,
+and divides its own seed and its private key among them, so that more than half can put either together. 3. Everyone
+adds masks to its vector: one from its seed, and one from each secret, which one of the two adds and the other
+subtracts. 4. The neighbours of whoever answered give their shares of its seed, and those of whoever did not, of its
+private key: so the server takes off the masks that are left in the sum.
+
+Keys, encryption and shares are Flower's. Masks are not: its generator starts from 32 bits, which a server could try
+out one by one; here they are the key stream of AES-256 in counter mode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError, SettingError
+
+Words = NDArray[np.uint64]
+PublicKeys = tuple[str, str]  # for the shares, and for the masks
+
+_MOST_NEIGHBOURS = 100  # enough for thousands of clients of whom a third collude and a third drop out (Bell et al.)
+_SCALAR = 48  # bytes of a private key
+
+
+class MaskError(FedstillError):
+    """What came from the others cannot belong to a sum."""
+
+
+def neighbours(clients: Sequence[int], most: int = _MOST_NEIGHBOURS) -> dict[int, list[int]]:
+    """Who makes secrets with whom: all with all, or on a ring each with those next to it. Everyone is its own too.
+
+    >>> neighbours([3, 5, 8])
+    {3: [3, 5, 8], 5: [3, 5, 8], 8: [3, 5, 8]}
+    >>> neighbours([0, 1, 2, 3, 4, 5], most=2)[0]
+    [0, 1, 5]
+    """
+    count = len(clients)
+    if count <= most + 1:
+        return {client: sorted(clients) for client in clients}
+    steps = range(-(most // 2), most // 2 + 1)
+    return {client: sorted(clients[(place + step) % count] for step in steps) for place, client in enumerate(clients)}
+
+
+def threshold(holders: int) -> int:
+    """How many of them put a secret together: a majority, so that no two groups give away both secrets of one."""
+    return holders // 2 + 1
+
+
+@dataclass
+class Participant:
+    """One client's side of one sum. The steps come in their order, each once."""
+
+    client: int
+    session: str  # the server's name of the sum, which every mask depends on
+    _keys: dict[int, PublicKeys] = field(default_factory=dict)
+    _shares: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # of others' seeds and private keys
+    _seed: bytes = field(default_factory=lambda: os.urandom(32))
+    _masked: bool = False
+
+    def __post_init__(self) -> None:
+        lib = _library()
+        self._private = [lib.generate_key_pairs()[0] for _ in range(2)]
+        self._own = (_public(self._private[0]), _public(self._private[1]))
+
+    def public_keys(self) -> PublicKeys:
+        """Step 1: for the server, to pass on."""
+        return self._own
+
+    def share(self, keys: Mapping[int, PublicKeys], *, least: int = 2) -> tuple[dict[int, str], str]:
+        """Step 2: for each neighbour its shares, encrypted, and a digest of the seed; not among fewer than `least`."""
+        if self._keys:
+            raise MaskError("the keys of the others came twice")
+        if keys.get(self.client) != self._own or len({key for pair in keys.values() for key in pair}) != 2 * len(keys):
+            raise MaskError("the keys of the others are not one for each, or another one stands for this client's")
+        if len(keys) < max(2, least):
+            raise MaskError(f"a sum of {len(keys)} clients' updates, and at least {max(2, least)} have to be in it")
+        lib, self._keys = _library(), dict(keys)
+        holders, needed = sorted(keys), threshold(len(keys))
+        seeds = lib.create_shares(self._seed, needed, len(holders))
+        privates = lib.create_shares(_scalar(self._private[1]), needed, len(holders))
+        sent = {}
+        for holder, of_seed, of_private in zip(holders, seeds, privates, strict=True):
+            if holder == self.client:
+                self._shares[holder] = (of_seed, of_private)
+                continue
+            plain = lib.share_keys_plaintext_concat(self.client, holder, of_seed, of_private)
+            sent[holder] = lib.encrypt(self._secret(0, holder), plain).decode()
+        return sent, _digest(self._seed)
+
+    def mask(self, received: Mapping[int, str], vector: Tensor) -> Tensor:
+        """Step 3: the vector of integers under masks; `received` are the encrypted shares of those who are there."""
+        if not self._keys or self._masked or not set(received) <= set(self._keys) - {self.client}:
+            raise MaskError("the shares of the others came at the wrong time, or are of somebody else")
+        if len(received) + 1 < threshold(len(self._keys)):
+            raise MaskError(f"only {len(received) + 1} of {len(self._keys)} clients are there for the sum")
+        lib, self._masked = _library(), True
+        for sender, text in received.items():
+            try:
+                plain = lib.decrypt(self._secret(0, sender), text.encode())
+                source, target, of_seed, of_private = lib.share_keys_plaintext_separate(plain)
+            except Exception as error:
+                raise MaskError(f"the shares of client {sender} cannot be read") from error
+            if (source, target) != (sender, self.client):
+                raise MaskError(f"the shares of client {sender} are meant for somebody else")
+            self._shares[sender] = (of_seed, of_private)
+        words = vector.cpu().numpy().view(np.uint64).copy()
+        words += _stream(self._seed, self.session, len(words))
+        for other in received:
+            _add(words, self._secret(1, other), self.session, plus=self.client < other)
+        return torch.from_numpy(words.view(np.int64))
+
+    def reveal(self, answered: Sequence[int], gone: Sequence[int], *, least: int = 2) -> dict[int, str]:
+        """Step 4: shares of the seeds of those who answered and of the private keys of those who did not.
+
+        Never both of one, never twice, and not if the sum has fewer than `least` vectors in it.
+        """
+        there, away = set(answered), set(gone)
+        if not self._masked or not self._shares or there & away or there | away != set(self._shares):
+            raise MaskError("asked for shares of somebody else, for both of one client, or twice")
+        if self.client not in there or len(there) < max(least, threshold(len(self._keys))):
+            raise MaskError(f"the sum would be of {len(there)} clients' updates: too few to hide one")
+        shares, self._shares = self._shares, {}
+        return {client: shares[client][client in away].hex() for client in sorted(there | away)}
+
+    def _secret(self, which: int, other: int) -> bytes:
+        """What this client and another know, and nobody else."""
+        return _secret(self._private[which], self._keys[other][which])
+
+
+def unmask(
+    session: str,
+    vectors: Iterable[Tensor],
+    answered: Sequence[int],
+    gone: Sequence[int],
+    *,
+    keys: Mapping[int, PublicKeys],
+    around: Mapping[int, Sequence[int]],
+    digests: Mapping[int, str],
+    revealed: Mapping[int, Mapping[int, str]],
+) -> Tensor:
+    """The sum of the masked vectors of those who answered, without its masks.
+
+    `around`: who holds shares of whom; `revealed`: what each of them gave of whom.
+    """
+    total: Words | None = None
+    for vector in vectors:
+        words = vector.numpy().view(np.uint64)
+        total = words.copy() if total is None else total + words
+    assert total is not None
+    for client in answered:
+        seed = _combined(client, revealed, len(around[client]))
+        if _digest(seed) != digests[client]:
+            raise MaskError(f"the shares of client {client}'s seed do not fit together")
+        total -= _stream(seed, session, len(total))
+    for client in gone:
+        private = _private_key(_combined(client, revealed, len(around[client])))
+        if _public(private) != keys[client][1]:
+            raise MaskError(f"the shares of client {client}'s key do not fit together")
+        for other in set(around[client]) & set(answered):
+            _add(total, _secret(private, keys[other][1]), session, plus=client < other)
+    return torch.from_numpy(total.view(np.int64))
+
+
+def _combined(client: int, revealed: Mapping[int, Mapping[int, str]], holders: int) -> bytes:
+    found = [shares[client] for _, shares in sorted(revealed.items()) if client in shares]
+    if len(found) < (needed := threshold(holders)):
+        raise MaskError(f"{len(found)} of the {holders} who hold shares of client {client} answered, {needed} must")
+    try:
+        return bytes(_library().combine_shares([bytes.fromhex(share) for share in found[:needed]]))
+    except (ValueError, IndexError) as error:
+        raise MaskError(f"the shares of client {client} do not fit together") from error
+
+
+def _add(words: Words, secret: bytes, session: str, *, plus: bool) -> None:
+    stream = _stream(secret, session, len(words))
+    if plus:
+        words += stream
+    else:
+        words -= stream
+
+
+def _stream(secret: bytes, session: str, count: int) -> Words:
+    """So many numbers that look random to whoever does not know the secret."""
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    key = hashlib.sha256(b"fedstill mask " + session.encode() + b" " + secret).digest()
+    encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+    return np.frombuffer(encryptor.update(bytes(8 * count)), np.uint64)
+
+
+def _digest(seed: bytes) -> str:
+    return hashlib.sha256(b"fedstill seed " + seed).hexdigest()
+
+
+def _secret(private: Any, public: str) -> bytes:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    try:
+        key = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP384R1(), bytes.fromhex(public))
+    except ValueError as error:
+        raise MaskError("a public key is none") from error
+    return bytes(_library().generate_shared_key(private, key))
+
+
+def _public(private: Any) -> str:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    encoded: bytes = private.public_key().public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
+    return encoded.hex()
+
+
+def _scalar(private: Any) -> bytes:
+    value: int = private.private_numbers().private_value
+    return value.to_bytes(_SCALAR, "big")
+
+
+def _private_key(scalar: bytes) -> Any:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    try:
+        return ec.derive_private_key(int.from_bytes(scalar, "big"), ec.SECP384R1())
+    except ValueError as error:
+        raise MaskError("the shares of a key do not fit together") from error
+
+
+def _library() -> Any:
+    """Flower's primitives of secure aggregation."""
+    try:
+        from flwr.common.secure_aggregation import secaggplus_utils
+        from flwr.common.secure_aggregation.crypto import shamir, symmetric_encryption
+        from flwr.supercore.primitives import asymmetric
+    except ImportError as error:
+        raise SettingError("secure aggregation of sites needs Flower: pip install 'fedstill[flower]'") from error
+    modules = (secaggplus_utils, shamir, symmetric_encryption, asymmetric)
+    return SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})

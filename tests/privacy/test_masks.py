@@ -1,0 +1,128 @@
+"""Secure aggregation: the sum comes out whoever is gone, one vector never does, and a server that cheats is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from fedstill.privacy import fixed_point
+from fedstill.privacy.masks import MaskError, Participant, neighbours, unmask
+
+SESSION = "a sum"
+
+
+class Sum:
+    """All sides of one sum, up to where everybody has masked its vector."""
+
+    def __init__(self, vectors: dict[int, Tensor], most: int = 100, gone: tuple[int, ...] = ()) -> None:
+        self.everyone = {client: Participant(client, SESSION) for client in vectors}
+        self.keys = {client: each.public_keys() for client, each in self.everyone.items()}
+        self.around = neighbours(sorted(vectors), most)
+        sent, self.digests = {}, {}
+        for client, each in self.everyone.items():
+            sent[client], self.digests[client] = each.share({k: self.keys[k] for k in self.around[client]})
+        self.gone = sorted(gone)
+        self.masked = {}
+        for client in sorted(set(vectors) - set(gone)):
+            received = {k: sent[k][client] for k in self.around[client] if k != client}
+            self.masked[client] = self.everyone[client].mask(received, vectors[client])
+
+    def reveal(self, *without: int) -> dict[int, dict[int, str]]:
+        """What those who answered, and are there still, give away."""
+        return {
+            client: self.everyone[client].reveal(
+                [k for k in self.around[client] if k in self.masked], [k for k in self.around[client] if k in self.gone]
+            )
+            for client in self.masked
+            if client not in without
+        }
+
+    def total(self, revealed: dict[int, dict[int, str]]) -> Tensor:
+        return unmask(
+            SESSION,
+            self.masked.values(),
+            list(self.masked),
+            self.gone,
+            keys=self.keys,
+            around=self.around,
+            digests=self.digests,
+            revealed=revealed,
+        )
+
+
+def vectors(*clients: int, size: int = 50) -> dict[int, Tensor]:
+    draw = np.random.default_rng(0)
+    return {k: torch.from_numpy(draw.integers(-(2**46), 2**46, size)) for k in clients}
+
+
+@pytest.mark.parametrize(
+    ("most", "gone", "silent"),
+    [(100, (), ()), (100, (5,), ()), (100, (), (2,)), (100, (5, 9), (2,)), (4, (5,), (9,))],
+)
+def test_the_sum_is_that_of_whoever_answered(most: int, gone: tuple[int, ...], silent: tuple[int, ...]) -> None:
+    given = vectors(2, 3, 5, 7, 9, 11, 12)
+    run = Sum(given, most, gone)
+    expected = torch.stack([vector for client, vector in given.items() if client not in gone]).sum(0)
+    assert torch.equal(run.total(run.reveal(*silent)), expected)
+
+
+def test_with_too_few_to_unmask_there_is_no_sum() -> None:
+    run = Sum(vectors(1, 2, 3, 4))
+    with pytest.raises(MaskError, match="2 of the 4 who hold shares of client 1 answered, 3 must"):
+        run.total(run.reveal(1, 2))
+
+
+def test_masked_vectors_look_uniform_and_independent() -> None:
+    zeros = {k: torch.zeros(4096, dtype=torch.int64) for k in (1, 2, 3)}
+    masked = [vector.numpy().view(np.uint8) for vector in Sum(zeros).masked.values()]
+    for seen in (*masked, masked[0] - masked[1], masked[0] + masked[1]):
+        assert chisquare(np.bincount(seen, minlength=256)).pvalue > 1e-6
+
+
+def test_a_share_that_was_changed_is_noticed() -> None:
+    run = Sum(vectors(1, 2, 3), gone=(3,))
+    revealed = run.reveal()
+    for client in (1, 3):  # of one who answered, and of one who did not
+        share = bytearray.fromhex(revealed[1][client])
+        share[-1] ^= 1
+        with pytest.raises(MaskError, match="do not fit together"):
+            run.total({1: revealed[1] | {client: share.hex()}, 2: revealed[2]})
+
+
+def test_a_client_refuses_a_server_that_could_single_it_out() -> None:
+    run = Sum(vectors(1, 2, 3, 4))
+    first = run.everyone[1]
+    for answered, gone in (([1, 2, 3, 4], [4]), ([1, 2, 3], []), ([2, 3, 4], [1]), ([1], [2, 3, 4]), ([1, 2], [3, 4])):
+        with pytest.raises(MaskError):
+            first.reveal(answered, gone)
+    with pytest.raises(MaskError, match="too few"):
+        first.reveal([1, 2, 3, 4], [], least=5)
+    first.reveal([1, 2, 3, 4], [])
+    with pytest.raises(MaskError, match="twice"):
+        first.reveal([1, 2, 3], [4])
+    with pytest.raises(MaskError):
+        first.mask({}, torch.zeros(3, dtype=torch.int64))
+
+
+def test_a_client_refuses_keys_that_are_not_those_of_as_many_others() -> None:
+    first, second = Participant(1, SESSION), Participant(2, SESSION)
+    own, other = first.public_keys(), second.public_keys()
+    for keys in ({1: own}, {1: other, 2: other}, {1: own, 2: other, 3: other}, {2: other}):
+        with pytest.raises(MaskError):
+            first.share(keys)
+    with pytest.raises(MaskError, match="at least 3"):
+        first.share({1: own, 2: other}, least=3)
+    first.share({1: own, 2: other})
+    with pytest.raises(MaskError, match="1 of 2"):
+        first.mask({}, torch.zeros(3, dtype=torch.int64))
+
+
+def test_the_fixed_point_mean_is_the_mean_to_half_a_unit() -> None:
+    x = torch.from_numpy(np.random.default_rng(1).normal(0, 3, (7, 1000)))
+    total = torch.stack([fixed_point.to_integers(row) for row in x]).sum(0)
+    assert (fixed_point.mean_of(total, 7, torch.float64) - x.mean(0)).abs().max() < 2**-31 + 1e-12
+    assert fixed_point.can_be_sum(total, 7)
+    assert not fixed_point.can_be_sum(torch.tensor([2**62]), 7)

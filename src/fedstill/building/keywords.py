@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
-from fedstill.building.schema import ColumnSettings, RegionSettings
+from fedstill.building.schema import ColumnSettings, GroupSettings, RegionSettings
 from fedstill.core.choices import AttackKind, BufferPolicy, Precision
 
 
@@ -75,7 +75,9 @@ class Settings(TypedDict, total=False):
     test samples of each class it has, or those of the test set that the data say are its own. [default: split;
     split, matched, shared, own]"""
     model_options: dict[str, Any]
-    """Options of the network."""
+    """Options of the network; feature_size gives any network penultimate features of that size."""
+    group: list[GroupSettings] | list[dict[str, Any]]
+    """Instead of models: which clients have which network."""
     augment: str
     """Random changes of training images, e.g. "crop,flip" or "flip,rotate:15,scale:0.8-1.0"."""
     buffers: BufferPolicy

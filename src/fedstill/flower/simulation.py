@@ -41,6 +41,7 @@ from fedstill.core.tree import Message, Tree
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Request, Worker, encode_answer, request_fields, request_from
 from fedstill.flower.records import from_records, to_records
+from fedstill.train.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -254,7 +255,12 @@ def _bare(worker: Worker) -> Worker:
     On the way to another process, a network's parameters would cease to be views of one vector.
     """
     task = replace(worker.task)
-    return replace(worker, task=task, regional=tuple((task.trained_as(its.local), m) for its, m in worker.regional))
+
+    def bare(own: Task) -> Task:
+        same = own.make_network is worker.task.make_network
+        return task.trained_as(own.local) if same else replace(own)
+
+    return replace(worker, task=task, regional=tuple((bare(own), method) for own, method in worker.regional))
 
 
 def _users_files() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from fedstill.core.tree import Message
-from fedstill.methods.base import Part, Server, Uplink, Wire
+from fedstill.methods.base import Networks, Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.kinds import Kind
 from fedstill.train.client import Client
@@ -104,6 +104,10 @@ class FedDistill(FedDistillPlus):
     @property
     def global_model(self) -> bool:
         return False
+
+    @property
+    def networks(self) -> Networks:
+        return "any"
 
     def wire(self, task: Task) -> Wire:
         both = super().wire(task)

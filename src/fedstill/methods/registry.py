@@ -29,6 +29,7 @@ _METHODS = {
     "fedgkd-plus": "fedgkd_plus:FedGKDPlus",
     "fedkf": "fedkf:FedKF",
     "moon": "moon:MOON",
+    "local": "local:Local",
     "feddistill": "feddistill:FedDistill",
     "feddistill-plus": "feddistill:FedDistillPlus",
     "qffl": "qffl:QFFL",

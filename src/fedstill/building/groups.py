@@ -81,6 +81,8 @@ def numbered(config: Config, names: Sequence[str]) -> Config:
 
 def deal(config: Config, names: Sequence[str]) -> list[IntArray]:
     """The clients of each group, by their numbers."""
+    if config.same_network:
+        return []
     if config.models:
         dealt = np.array([config.models[k % len(config.models)] for k in range(len(names))], dtype=object)
         found = [np.flatnonzero(dealt == model) for model in dict.fromkeys(config.models)]

@@ -51,6 +51,7 @@ class Part:
     what: str
     dtype: torch.dtype = torch.float32
     optional: bool = False  # not in every round's message
+    variable: bool = False  # a vector of at most this length
     least: float | None = None  # the smallest number that can be in it
     # Which robust rules protect what the server makes of it: any (it takes a plain mean or sum over the clients), those
     # that choose whole uplinks, or none (one client's number can count without limit).
@@ -59,7 +60,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """How many bytes it has, at most."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -83,7 +84,8 @@ def misfit(message: Tree, declared: dict[str, Part]) -> str | None:
         part = declared[name]
         if not isinstance(tensor, Tensor) or tensor.dtype != part.dtype:
             return f"{name} is not a tensor of {part.dtype}"
-        if tuple(tensor.shape) != part.shape:
+        shorter = part.variable and tensor.dim() == 1 and len(tensor) <= part.shape[0]
+        if tuple(tensor.shape) != part.shape and not shorter:
             return f"{name} has shape {tuple(tensor.shape)}, declared is {part.shape}"
     return None
 

@@ -13,6 +13,7 @@ from fedstill.core import seeds
 from fedstill.core.arrays import IntArray
 from fedstill.core.errors import SettingError, unknown
 from fedstill.data.federation import Federation
+from fedstill.methods import registry
 from fedstill.methods.base import NETWORKS, Method
 from fedstill.train.task import Task
 
@@ -130,7 +131,7 @@ def _numbers(listed: Sequence[int | str], names: Sequence[str]) -> list[int]:
 
 def _check(method: Method, groups: Sequence[Group]) -> None:
     """Refuse a method that cannot work with these networks."""
-    names, needed = method.shown_name, method.networks
+    names, needed = "+".join(part.name for part in registry.parts_of(method)), method.networks
     if len(groups) > 1 and needed == "one":
         raise SettingError(
             f"{names} needs one network for all clients, and there are {len(groups)}; with any networks work local, "

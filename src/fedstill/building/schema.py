@@ -98,7 +98,7 @@ class GroupSettings(BaseModel):
     clients: NonNegativeInt | list[NonNegativeInt | str] = Field(
         0, description="how many clients, or which, by number or name; 0: an equal share of those that are left"
     )
-    share: float = Field(0, ge=0, lt=1, description="instead of clients: which share of them")
+    share: float = Field(0.0, ge=0, lt=1, description="instead of clients: which share of them")
 
 
 class Config(BaseModel):

@@ -221,11 +221,6 @@ class Method:
         """What it needs of the networks, where clients have different ones."""
         return "group"
 
-    @property
-    def shown_name(self) -> str:
-        """Its id; of a composition, those of its parts."""
-        return self.name
-
     def check(self, task: Task) -> None:
         """Refuse, with a SettingError, a task that the method cannot do."""
 

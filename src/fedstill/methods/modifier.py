@@ -38,10 +38,6 @@ class Modifier(Method):
         return "one" if self.has_final_exchange else self.inner.networks
 
     @property
-    def shown_name(self) -> str:
-        return "+".join(part.name for part in self.parts() if part != FedAvg())
-
-    @property
     def averages_all_clients(self) -> bool:
         return self.inner.averages_all_clients
 

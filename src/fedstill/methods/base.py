@@ -35,11 +35,11 @@ from fedstill.train.task import Samples, Task
 Networks = Literal["one", "group", "teach", "features", "head", "any"]
 NETWORKS: dict[Networks, str] = {
     "one": "one network for all clients",
-    "group": "one network in each group, which is a federation of its own",
-    "teach": "one network in each group; all groups teach all",
-    "features": "penultimate features of one size",
+    "group": "one in each group, which is a federation of its own",
+    "teach": "one in each group; all groups teach all",
+    "features": "features of one size",
     "head": "features and heads of one size",
-    "any": "nothing: any networks",
+    "any": "any",
 }
 
 

@@ -76,7 +76,7 @@ class FedProto(Local):
 
     def uplink(self, client: Client) -> Message:
         super().uplink(client)
-        features, y = predict(client.task, client.flat.read(), client.data).features, client.data.y
+        features, y = predict(client.task, client.state["model"], client.data).features, client.data.y
         classes = client.task.classes
         sums = torch.zeros(classes, features.shape[1], dtype=torch.float64, device=features.device)
         sums.index_add_(0, y, features.double())

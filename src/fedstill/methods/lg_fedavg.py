@@ -55,8 +55,7 @@ class LGFedAvg(Local):
         return {"head": server.state["head"]}
 
     def receive(self, client: Client) -> None:
-        super().receive(client)
-        weights = client.flat.read()
+        weights = client.state.get("model", client.task.initial).clone()
         weights[head_places(client.flat)] = client.down["head"]
         client.flat.load(weights)
 

@@ -30,6 +30,7 @@ class LKD(Distilling):
     name: ClassVar[str] = "lkd"
     paper: ClassVar[str] = "Nguyen et al. 2022"
     needs_server_labels: ClassVar[bool] = True
+    teaches_groups: ClassVar[bool] = True
     stage: ClassVar[str] = "lkd"  # what a distillation is called in the records
     order_stream: ClassVar[str] = "label-driven distillation"
 
@@ -55,21 +56,24 @@ class LKD(Distilling):
         return self.inner.regional()
 
     def merge(self, server: Server, models: Sequence[Tensor]) -> None:
-        old = server.model
+        old, pool = server.model, self.pool(server)
         super().merge(server, models)
-        self.teach(server, old, models)
+        began = time.perf_counter()
+        self.teach(server, old, pool, server.predict_all(models, pool.samples))
+        server.notes["server_seconds"] = time.perf_counter() - began
 
-    def improve(self, server: Server, uplinks: list[Uplink]) -> None:
-        """In a federation without regions, the clients' models are the teachers."""
-        self.teach(server, server.before, [up["model"] for up in uplinks])
+    def improve_all(self, servers: Sequence[Server], uplinks: list[Uplink]) -> None:
+        """In a federation without regions, the clients' models are the teachers; whatever their networks, of all."""
+        began, pool = time.perf_counter(), self.pool(servers[0])
+        outputs = servers[0].outputs_of(uplinks, pool.samples)
+        for server in servers:
+            self.teach(server, server.before, pool, outputs)
+            server.notes["server_seconds"] = time.perf_counter() - began
 
     # --- what they teach ------------------------------------------------------------------------------------------
 
-    def teach(self, server: Server, old: Tensor, teachers: Sequence[Tensor]) -> None:
-        """Distil the teachers, and the old model, into `server.model`, which is their average so far."""
-        began = time.perf_counter()
-        pool = self.pool(server)
-        outputs = server.predict_all(teachers, pool.samples)  # once; so is everything that follows from them
+    def teach(self, server: Server, old: Tensor, pool: Split, outputs: Sequence[Outputs]) -> None:
+        """Distil what the teachers make of the pool, and the old model, into `server.model`, their average so far."""
         auc = torch.stack([class_auc(a.logits[pool.check], pool.samples.y[pool.check]) for a in outputs])
         beta = among_teachers(auc, self.Tw)
         gap = beta.max(0).values - beta.min(0).values
@@ -82,7 +86,6 @@ class LKD(Distilling):
             "stage": self.stage if distils and self.server_epochs else "average",
             "disagreement": self.disagreement(gap),
             "reliability": auc.tolist(),
-            "server_seconds": time.perf_counter() - began,
         }
 
     def distils(self, gap: Tensor) -> bool:

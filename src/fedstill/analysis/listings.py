@@ -37,12 +37,8 @@ def list_methods(name: str | None = None, **settings: Any) -> Table:
         'fedprox'
     """
     if name is None:
-        shown = Table(
-            "Methods",
-            ("id", "what it does", "needs", "paper", "networks"),
-            "'fedstill methods NAME' shows one",
-            words=True,
-        )
+        heads = ("id", "what it does", "needs", "paper", "networks")
+        shown = Table("Methods", heads, "'fedstill methods NAME' shows one", words=True)
         for each in (*registry.names(), *(f"+{modifier}" for modifier in registry.modifiers())):
             try:
                 cls = registry.find_part(each.removeprefix("+"))

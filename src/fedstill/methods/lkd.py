@@ -56,24 +56,33 @@ class LKD(Distilling):
         return self.inner.regional()
 
     def merge(self, server: Server, models: Sequence[Tensor]) -> None:
-        old, pool = server.model, self.pool(server)
+        old = server.model
         super().merge(server, models)
-        began = time.perf_counter()
-        self.teach(server, old, pool, server.predict_all(models, pool.samples))
-        server.notes["server_seconds"] = time.perf_counter() - began
+        self.teach(server, old, models)
+
+    def improve(self, server: Server, uplinks: list[Uplink]) -> None:
+        """In a federation without regions, the clients' models are the teachers."""
+        self.teach(server, server.before, [up["model"] for up in uplinks])
 
     def improve_all(self, servers: Sequence[Server], uplinks: list[Uplink]) -> None:
-        """In a federation without regions, the clients' models are the teachers; whatever their networks, of all."""
+        """Where networks differ, all clients teach each group's."""
         began, pool = time.perf_counter(), self.pool(servers[0])
         outputs = servers[0].outputs_of(uplinks, pool.samples)
         for server in servers:
-            self.teach(server, server.before, pool, outputs)
-            server.notes["server_seconds"] = time.perf_counter() - began
+            self.distil_outputs(server, server.before, pool, outputs, began)
 
     # --- what they teach ------------------------------------------------------------------------------------------
 
-    def teach(self, server: Server, old: Tensor, pool: Split, outputs: Sequence[Outputs]) -> None:
-        """Distil what the teachers make of the pool, and the old model, into `server.model`, their average so far."""
+    def teach(self, server: Server, old: Tensor, teachers: Sequence[Tensor]) -> None:
+        """Distil the teachers, and the old model, into `server.model`, which is their average so far."""
+        began, pool = time.perf_counter(), self.pool(server)
+        outputs = server.predict_all(teachers, pool.samples)  # once; so is everything that follows from them
+        self.distil_outputs(server, old, pool, outputs, began)
+
+    def distil_outputs(
+        self, server: Server, old: Tensor, pool: Split, outputs: Sequence[Outputs], began: float
+    ) -> None:
+        """The same, given what the teachers make of the pool; it began at this moment of the clock."""
         auc = torch.stack([class_auc(a.logits[pool.check], pool.samples.y[pool.check]) for a in outputs])
         beta = among_teachers(auc, self.Tw)
         gap = beta.max(0).values - beta.min(0).values
@@ -86,6 +95,7 @@ class LKD(Distilling):
             "stage": self.stage if distils and self.server_epochs else "average",
             "disagreement": self.disagreement(gap),
             "reliability": auc.tolist(),
+            "server_seconds": time.perf_counter() - began,
         }
 
     def distils(self, gap: Tensor) -> bool:

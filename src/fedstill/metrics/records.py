@@ -133,6 +133,11 @@ class Summary(BestAndFinal, total=False):
     restored_round: int  # the round whose model is the result, if a callback chose one
 
 
+def further(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run, or a round, scored beside its main model, by name: further models, and groups of clients."""
+    return {**summary.get("also", {}), **summary.get("groups", {})}
+
+
 def headline(records: Sequence[Mapping[str, Any]]) -> str | None:
     """The number by which rounds are compared: accuracy, or what there is where there is no global test set.
 

@@ -224,7 +224,9 @@ def data_notes(config: Config, dataset: Dataset) -> Iterator[str]:
     if dataset.original_size:
         to = f"images {dataset.original_size} resized to {dataset.shape[2]}x{dataset.shape[1]}"
         own = config.image_size or not wanted_size(config)
-        yield to + ("" if config.image_size else "; image_size sets another size" if own else f" for {config.model}")
+        yield to + (
+            "" if config.image_size else "; image_size sets another size" if own else f" for {config.network_names}"
+        )
     yield from dataset.notes
 
 

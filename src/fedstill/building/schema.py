@@ -355,11 +355,16 @@ class Config(BaseModel):
         """Whether all clients have one network."""
         return not (self.models or self.group)
 
+    @property
+    def network_names(self) -> str:
+        """What readers are told of the network, or the networks."""
+        return ", ".join(dict.fromkeys(group.name or group.model for group in self.each_group())) or self.model
+
     def each_group(self) -> list[GroupSettings]:
         """The groups of clients by their networks; none if all have the same."""
         if self.models and self.group:
             raise SettingError("models and [[group]] both say which clients have which network; leave one out")
-        return self.group or [GroupSettings(name=name, model=name) for name in dict.fromkeys(self.models)]
+        return self.group or [GroupSettings.model_validate({"model": name}) for name in dict.fromkeys(self.models)]
 
     def each_region(self) -> list[RegionSettings]:
         """What each region has of its own, if anything."""

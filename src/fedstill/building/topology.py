@@ -134,8 +134,8 @@ def arrange(
     if tables and config.regions != len(tables):
         raise SettingError(f"regions = {config.regions}, but there are {len(tables)} [[region]] tables")
     if len(groups) > 1 and method.networks in ("group", "teach"):
-        own = [Region(g.number, g.name, g.clients, method, g.task, config.participation) for g in groups]
-        return Hierarchy(tuple(own), late=config.late_clients, late_from=config.late_from)
+        each = tuple(Region(g.number, g.name, g.clients, method, g.task, config.participation) for g in groups)
+        return Hierarchy(each, late=config.late_clients, late_from=config.late_from)
     if config.flat:
         everyone = Region(0, "", np.arange(clients), method, task, config.participation)
         return Hierarchy((everyone,), late=config.late_clients, late_from=config.late_from)

@@ -349,7 +349,8 @@ def check_picture(path: Path, option: str) -> None:
 
 def title_of(config: Config) -> str:
     alpha = f" {config.alpha:g}" if config.partition.startswith("dir") else ""
-    return f"{config.data}, {config.clients} clients, {config.partition}{alpha}, {config.model}, seed {config.seed}"
+    partition = f"{config.partition}{alpha}"
+    return f"{config.data}, {config.clients} clients, {partition}, {config.network_names}, seed {config.seed}"
 
 
 @contextmanager

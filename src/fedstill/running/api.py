@@ -125,7 +125,7 @@ def configure(
     own = {name: value for name, value in {"method": method, **checked}.items() if not isinstance(value, str | None)}
     if models:
         given = given | {"models": _model_names(objects["models"])}
-        own["models"] = models
+        own |= {"models": models} if any(not isinstance(each, str) for each in models) else {}
     own["metrics"] = [each for each in metrics or () if not isinstance(each, str)]
     # An object is named as it was given: a class of networks by its own name.
     named = checked | {"model": objects.get("model")}

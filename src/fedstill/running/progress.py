@@ -44,7 +44,7 @@ class Progress(Callback):
         self._shown = list(dict.fromkeys([*balanced, *map(short_name, c.metrics)]))
         self._say(
             f"{c.method} on {c.data or 'tables'}: {run.federation.clients} clients, {c.partition} partition, "
-            f"{c.model} with {run.parameters:,} weights, {c.rounds - run.round} rounds",
+            f"{run.networks}, {c.rounds - run.round} rounds",
             style="bold",
         )
         if c.hyper:

@@ -29,6 +29,7 @@ GENERATED = {"z_dim": 10, "batches": 2}
 REGIONS = {"regions": 2, "clients": 8}
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fedavg", {}), ("fedprox", {}), ("fedgkd", {}), ("fedgkd-vote", {}), ("fedgkd-plus", {}), ("moon", {}),
+    ("local", {}), ("fedproto", {}), ("fedtgp", {}), ("fml", {}), ("fedkd", {}), ("lg-fedavg", {}),
     ("feddistill", {}), ("feddistill-plus", {}), ("qffl", {}), ("fedmgda-plus", {}), ("scaffold", {}), ("fednova", {}),
     ("feddyn", {}), ("fedhkd", {}), ("fedkf", {"width": 8, "z_dim": 10}), ("feddf", PROXY | {"steps": 20}),
     ("fedbe", PROXY | {"server_epochs": 2}), ("dafkd", GENERATED), ("fedhyb", PROXY), ("fedgen", {}),

@@ -11,14 +11,14 @@ from fedstill.building.schema import Config, meaning
 from fedstill.methods import registry
 
 PAGE = Path(__file__).parents[1] / "src/fedstill/building/keywords.py"
-GIVEN = ("method", "data", "model", "proxy", "metrics")  # parameters of `run`: they may be objects
+GIVEN = ("method", "data", "model", "models", "proxy", "metrics")  # parameters of `run`: they may be objects
 HEAD = '''"""The keywords of `fedstill.run`, for editors and type checkers. tools/keywords.py writes this file."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
-from fedstill.building.schema import ColumnSettings, RegionSettings
+from fedstill.building.schema import ColumnSettings, GroupSettings, RegionSettings
 from fedstill.core.choices import AttackKind, BufferPolicy, Precision
 
 
@@ -32,7 +32,11 @@ class MethodSettings(TypedDict, total=False):
     """The settings of the methods (`fedstill methods NAME`). Those of a method of your own go into `hyper`."""
 
 '''
-TABLES = {"region": "RegionSettings", "columns": "ColumnSettings"}  # lists of tables, each typed or plain
+TABLES = {
+    "region": "RegionSettings",
+    "group": "GroupSettings",
+    "columns": "ColumnSettings",
+}  # lists of tables, each typed or plain
 NAMED = {"attack": "AttackKind", "buffers": "BufferPolicy", "precision": "Precision"}
 
 

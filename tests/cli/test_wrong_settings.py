@@ -18,7 +18,7 @@ from support.commandline import (
 from support.misuse import contents, message
 
 WRONG: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {  # words, changed settings, what is said
-    "a misspelt method": (("fedprx",), {}, "unknown method 'fedprx'; did you mean 'fedprox'?"),
+    "a misspelt method": (("fedprx",), {}, "unknown method 'fedprx'; did you mean 'fedprox' or"),
     "a misspelt dataset": (("fedavg", "--data", "fashion-mimi"), {}, "did you mean 'fashion-mini'"),
     "a misspelt model": (("fedavg", "--model", "lenet"), {}, "unknown model 'lenet'; did you mean 'lenet5'"),
     "a misspelt partition": (("fedavg",), {"partition": "dirichelt"}, "did you mean 'dirichlet'?"),
@@ -130,7 +130,7 @@ def test_a_missing_dataset_file_is_named_with_its_address_and_place(tmp_path: Pa
         (("show", "nowhere"), "is not a run directory: it has no config.toml"),
         (("partition", "--out", "picture.foo"), "--out picture.foo: a picture ends in .png, .svg, .pdf"),
         (("partition", "--out", "nowhere/picture.png"), "there is no folder nowhere"),
-        (("methods", "fedprx"), "did you mean 'fedprox'?"),
+        (("methods", "fedprx"), "did you mean 'fedprox' or"),
         (("compare", "fedavg", "fedavg"), "a method is named twice"),
         (("compare", "fedavg", "fedprox", "--set", "mo=1"), "unknown setting 'mo'"),
         (("dance",), "No such command 'dance'"),

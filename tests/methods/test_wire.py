@@ -31,8 +31,8 @@ from support.runs import RunSmall, numbers, slow, weights
 
 WIDTHS = (16 * 16, 8, 10)  # of that network
 NAMES = registry.names()
-# Not feddistill, whose clients send no model, nor fedkf, which has T1 of its own.
-WITH_T1 = [f"{name}+t1" for name in NAMES if name not in ("feddistill", "fedkf")]
+# Not those whose clients send no model, nor fedkf, which has T1 of its own.
+WITH_T1 = [f"{name}+t1" for name in NAMES if registry.make(name).global_model and name != "fedkf"]
 
 
 def declared(name: str) -> tuple[Setup, Wire]:
@@ -45,7 +45,7 @@ def declared(name: str) -> tuple[Setup, Wire]:
 
 
 def bytes_of(part: Part) -> int:
-    itemsize = {torch.float32: 4, torch.float64: 8}[part.dtype]
+    itemsize = {torch.float32: 4, torch.float64: 8, torch.int64: 8}[part.dtype]
     return int(np.prod(part.shape)) * itemsize
 
 
@@ -53,7 +53,11 @@ def check_message(message: Message, parts: dict[str, Part]) -> None:
     required = {name for name, part in parts.items() if not part.optional}
     assert required <= set(message) <= set(parts)
     for name, tensor in message.items():
-        assert tuple(tensor.shape) == parts[name].shape, name
+        if parts[name].variable:
+            assert tensor.dim() == 1, name
+            assert len(tensor) <= parts[name].shape[0], name
+        else:
+            assert tuple(tensor.shape) == parts[name].shape, name
         assert tensor.dtype == parts[name].dtype, name
 
 
@@ -68,7 +72,9 @@ def test_what_crosses_is_what_is_declared_and_counted(name: str, monkeypatch: py
         for message in crossing.up.values():
             check_message(message, wire.up)
         assert record["bytes_down"] == 3 * sum(bytes_of(wire.down[part]) for part in crossing.down)
-        assert record["bytes_up"] == 3 * up
+        sent = sum(tensor.nbytes for message in crossing.up.values() for tensor in message.values())
+        assert record["bytes_up"] == sent
+        assert sent == 3 * up or (sent < 3 * up and any(part.variable for part in wire.up.values()))
     whole = sum(map(bytes_of, wire.down.values()))
     assert result.records[-1]["bytes_down"] == 3 * whole, "by then nothing optional is missing"
     assert sum(part.nbytes for part in wire.down.values()) == whole, "what `fedstill methods` shows"
@@ -81,6 +87,8 @@ def test_what_crosses_is_what_is_declared_and_counted(name: str, monkeypatch: py
 M = WIDTHS[0] * WIDTHS[1] + WIDTHS[1] + WIDTHS[1] * WIDTHS[2] + WIDTHS[2]
 HEADED = WIDTHS[0] * 8 + 8 + (8 * 8 + 8) + (8 * 256 + 256) + (256 * 10 + 10)  # with MOON's projection head
 LOGITS = 10 * 10 + 10  # the mean logits of each class, and which classes there are
+PROTOTYPES = 10 * WIDTHS[1] + 10  # the mean features of each class, and which classes there are
+HEAD = WIDTHS[1] * WIDTHS[2] + WIDTHS[2]
 NUMBERS: dict[str, tuple[int, int]] = {
     "fedavg": (M, M),
     "fedprox": (M, M),
@@ -96,6 +104,10 @@ NUMBERS: dict[str, tuple[int, int]] = {
     "scaffold": (2 * M, 2 * M),
     "fednova": (M, M + 1),
     "feddyn": (M, M),
+    "local": (0, 0),
+    "fedproto": (PROTOTYPES, PROTOTYPES),
+    "fedtgp": (PROTOTYPES, PROTOTYPES),
+    "lg-fedavg": (HEAD, HEAD),
 }
 
 
@@ -247,6 +259,9 @@ def test_every_method_shows_its_parts_with_their_bytes() -> None:
     number, logits = in_words(1, 8), in_words(100)
     expected = {name: [f"model: weights, {in_words(m)}"] for name in NUMBERS}
     expected["moon"] = expected["fedgkd-plus"] = [f"model: weights, {in_words(headed)}"]
+    expected["local"] = []
+    expected["fedproto"] = expected["fedtgp"] = [f"prototypes: mean features of each class, {in_words(10 * 200)}"]
+    expected["lg-fedavg"] = [f"head: weights of the head, {in_words(200 * 10 + 10)}"]
     expected["feddistill"] = [f"logits: mean logits of each class, {logits}"]
     expected["feddistill-plus"] += [f"logits: mean logits of each class, {logits}"]
     expected["qffl"] += [f"loss: loss before training, {number}"]

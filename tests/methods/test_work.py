@@ -22,6 +22,7 @@ from fedstill.distill.generators import ConditionalGenerator, FeatureGenerator, 
 from fedstill.methods import registry
 from fedstill.methods.base import Part
 from fedstill.metrics.records import RoundRecord
+from fedstill.models import build
 from fedstill.models.base import Stacked
 from fedstill.running.callbacks import Callback, RunView
 from support.quick import QUICK, needed
@@ -190,6 +191,23 @@ def fltrust(at: Size) -> Work:
     return local(at) + Work(at.epochs * at.pool, 0, 2, at.depth * at.epochs * at.pool_steps)
 
 
+def fedtgp(at: Size) -> Work:
+    """As FedProto; then prototypes, at most one a class and client, are learnt in batches of ten: three layers."""
+    steps = at.method.server_epochs * at.clients
+    return local(at) + teachers(at) + Work(copies=2, layers=3 * (steps + 1))
+
+
+def mutual(at: Size) -> Work:
+    """A second network beside the first."""
+    shared = calls(build("mlp", SHAPE, CLASSES))
+    return local(at) + Work(at.epochs * at.samples, 0, 2 * at.clients, shared * at.epochs * at.steps)
+
+
+def fedkd(at: Size) -> Work:
+    """And a layer between their features."""
+    return mutual(at) + Work(copies=2 * at.clients, layers=at.epochs * at.steps)
+
+
 MOST: dict[str, Callable[[Size], Work]] = {  # others do what FedAvg does: most modifiers add nothing
     "fedgkd": lambda at: local(at) + teachers(at),
     "fedgkd-vote": fedgkd_vote,
@@ -197,6 +215,10 @@ MOST: dict[str, Callable[[Size], Work]] = {  # others do what FedAvg does: most 
     "fedkf": fedkf,
     "moon": lambda at: local(at) + teachers(at, 2),
     "qffl": lambda at: local(at) + teachers(at),
+    "fedproto": lambda at: local(at) + teachers(at),
+    "fedtgp": fedtgp,
+    "fml": mutual,
+    "fedkd": fedkd,
     "feddf": feddf,
     "dafkd": dafkd,
     "fedhyb": fedhyb,

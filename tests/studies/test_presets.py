@@ -44,6 +44,7 @@ LISTED = {
     "figure2 figure3 figure4 figure5",
     "fedhyb": "table1 table2 table4 figure3 figure4 figure5 figure6 figure7 figure8 figure9 figure10",
 }
+OF_NO_TABLE = {"fedproto/mnist", "htfl/fashion-mnist"}  # settings of others that no paper of ours prints
 # Numbers of these tables that no preset is held against: among them one client's model on the whole test set.
 WITHOUT_PRESET = {("fedhyb", "T3")}
 LEFT_OUT = {("fedgkd", "Fig2", "metric", "local_top1"): 3}
@@ -91,7 +92,7 @@ def test_every_preset_says_what_it_shows_and_what_the_smaller_scale_reduces() ->
 def test_every_part_belongs_to_a_preset_that_is_listed() -> None:
     listed = {f"{paper}/{name}" for paper, names in LISTED.items() for name in names.split()}
     of_others = {part for name in presets.names() for part in presets.load(name).parts}
-    assert set(presets.names()) == listed | of_others
+    assert set(presets.names()) == listed | of_others | OF_NO_TABLE
 
 
 def test_every_file_is_packaged() -> None:

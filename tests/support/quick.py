@@ -15,6 +15,9 @@ QUICK: dict[str, dict[str, Any]] = {
     "fedavg+krum": {"byzantine": 0},
     "fedavg+multi-krum": {"byzantine": 0},
     "fedavg+bulyan": {"byzantine": 0},
+    "fedtgp": {"server_epochs": 2},
+    "fml": {"shared": "mlp"},
+    "fedkd": {"shared": "mlp"},
     "fedftg": {"z_dim": 3, "iterations": 1, "student_steps": 1, "server_batch": 4},
 }
 QUICKER = QUICK | {"creff": {"features": 4, "match_steps": 2, "retrain_epochs": 2, "draws": 2, "draw_size": 4}}

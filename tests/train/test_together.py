@@ -179,8 +179,12 @@ def test_what_cannot_be_trained_together_is_trained_as_ever(tmp_path: Path, join
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+# Tested above; and those that train a second network of each client's beside the first.
+ALONE = ("fedavg", "fedprox", "fedkf", "dafkd", "fml", "fedkd")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [m for m in registry.names() if m not in ("fedavg", "fedprox", "fedkf", "dafkd")])
+@pytest.mark.parametrize("method", [m for m in registry.names() if m not in ALONE])
 def test_every_method_runs_with_clients_together(method: str, joint_fits: list[int]) -> None:
     images = {"data": "fashion-mini", "clients": 3, "partition": "iid", "fraction": 0.05, "image_size": 8, "regions": 1}
     images |= {"model": "mlp", "model_options": {"hidden": [6]}, "epochs": 1, "batch_size": 16, "lr": 0.01}

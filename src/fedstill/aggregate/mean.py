@@ -38,6 +38,40 @@ class RunningMean:
         return (self._sum / self.total).to(self._dtype)
 
 
+class ClassMeans:
+    """Means over clients of a row for each class, such as its logits or features; a client has those of its classes.
+
+    >>> means = ClassMeans(classes=2)
+    >>> means.add(torch.tensor([[1.0], [9.0]]), torch.tensor([1.0, 0.0]))
+    >>> means.add(torch.tensor([[3.0], [9.0]]), torch.tensor([1.0, 0.0]))
+    >>> [part.tolist() for part in means.after(torch.tensor([[0.0], [5.0]]), torch.tensor([0.0, 1.0]))]
+    [[[2.0], [5.0]], [1.0, 1.0]]
+    """
+
+    def __init__(self, classes: int) -> None:
+        self._sums: Tensor | None = None
+        self._counts = torch.zeros(classes, dtype=torch.float64)
+
+    def add(self, rows: Tensor, known: Tensor) -> None:
+        """One client's rows, and which of them count."""
+        if self._sums is None:
+            self._sums = torch.zeros_like(rows, dtype=torch.float64)
+            self._counts = self._counts.to(rows.device)
+        self._sums.add_(rows * (known > 0).unsqueeze(1))
+        self._counts.add_(known)
+
+    def after(self, rows: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of a round, and which are known, after those of the one before.
+
+        A class that nobody had keeps what was known of it.
+        """
+        if self._sums is None:
+            return rows, known
+        present = self._counts > 0
+        fresh = (self._sums / self._counts.clamp(min=1).unsqueeze(1)).to(rows.dtype)
+        return torch.where(present.unsqueeze(1), fresh, rows), torch.maximum(known, present.to(known.dtype))
+
+
 def relax(start: Tensor, mean: Tensor, rho: float, trainable: int) -> Tensor:
     """start + rho (mean - start) in the trainable weights, the mean in the buffers; exactly the mean at rho = 1.
 

@@ -155,6 +155,7 @@ def compare(
     sweep: Mapping[str, Sequence[Any]] | None = None,
     data: Any = None,
     model: str | Network | None = None,
+    models: str | Sequence[str | Network] = (),
     proxy: Any = None,
     metrics: str | Sequence[str | Function] | None = None,
     out: str | Path | None = None,
@@ -166,7 +167,8 @@ def compare(
 ) -> Comparison:
     """Train several methods on the same clients, schedule and initial weights, with each of `seeds` seeds.
 
-    A setting that only some of the methods know goes to those. `data`, `model`, `proxy` and `metrics` are as in `run`.
+    A setting that only some of the methods know goes to those. `data`, `model`, `models`, `proxy` and `metrics` are as
+    in `run`.
 
     Args:
         methods: Names or objects; a dict gives them the names that tables show.
@@ -195,7 +197,7 @@ def compare(
     if len(named) < len(methods):
         twice = next(name for name, count in Counter(map(_name, methods)).items() if count > 1)
         raise SettingError(f"{twice} is named twice; a dict gives names, as {{'first': …, 'second': …}}")
-    objects = {"data": data, "model": model, "proxy": proxy, "metrics": metrics}
+    objects = {"data": data, "model": model, "models": models, "proxy": proxy, "metrics": metrics}
     given: dict[str, Any] = dict(settings)
     first_seed = given.get("seed", 0)
     own_names = {name: _own_names(method) for name, method in named.items()}

@@ -19,7 +19,7 @@ from fedstill.core.table import Table
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
 from fedstill.methods import registry
-from fedstill.methods.base import Method
+from fedstill.methods.base import NETWORKS, Method
 from fedstill.report import bubbles
 from fedstill.running.api import configure
 from fedstill.studies import presets as known_presets
@@ -37,17 +37,18 @@ def list_methods(name: str | None = None, **settings: Any) -> Table:
         'fedprox'
     """
     if name is None:
-        shown = Table(
-            "Methods", ("id", "what it does", "needs", "paper"), "'fedstill methods NAME' shows one", words=True
-        )
+        heads = ("id", "what it does", "needs", "paper", "networks")
+        shown = Table("Methods", heads, "'fedstill methods NAME' shows one", words=True)
         for each in (*registry.names(), *(f"+{modifier}" for modifier in registry.modifiers())):
             try:
                 cls = registry.find_part(each.removeprefix("+"))
             except SettingError as error:  # of one package; the others are there
-                shown.add(each, str(error), "", "")
+                shown.add(each, str(error), "", "", "")
             else:
-                shown.add(each, _first_line(cls), ", ".join(_needs(cls())), cls.paper)
-            shown.values.append(dict(zip(("id", "what", "needs", "paper"), shown.rows[-1], strict=True)))
+                method = cls()
+                words = NETWORKS[method.networks]
+                shown.add(each, _first_line(cls), ", ".join(_needs(method)), cls.paper, words)
+            shown.values.append(dict(zip(("id", "what", "needs", "paper", "networks"), shown.rows[-1], strict=True)))
         return shown
     return wire_table(name, example(name, settings))
 

@@ -9,7 +9,16 @@ from typing import Any
 from fedstill.core.errors import SettingError
 from fedstill.core.table import Table
 from fedstill.methods import registry
-from fedstill.metrics.records import BestAndFinal, EpisodeModel, EpisodeRecord, RoundRecord, Summary, scalars, value_of
+from fedstill.metrics.records import (
+    BestAndFinal,
+    EpisodeModel,
+    EpisodeRecord,
+    RoundRecord,
+    Summary,
+    further,
+    scalars,
+    value_of,
+)
 from fedstill.metrics.shown import PLACES, balanced_column, named_metrics, remarks, title
 from fedstill.metrics.statistics import ENOUGH, Spread
 from fedstill.studies.comparison import METRICS, TO_TARGET, Row
@@ -31,7 +40,7 @@ def results_table(summaries: Mapping[str, Summary]) -> Table:
         moved = (s["bytes_down"] + s["bytes_up"] + s.get("bytes_regions", 0)) / 1e6
         shown.add(name, *_scores(s, balanced), f"{moved:.1f}", f"{s['seconds'] + s['eval_seconds']:.1f}")
         shown.values.append({"run": name, "model": "", **dict(scalars(s, "."))})
-        for variant, scores in s.get("also", {}).items():
+        for variant, scores in further(s).items():
             shown.add(f"  {variant}", *_scores(scores, balanced))
             shown.values.append({"run": name, "model": variant, **dict(scalars(scores, "."))})
     return shown

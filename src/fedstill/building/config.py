@@ -18,6 +18,7 @@ from fedstill.building.schema import (
     TEXT_MODEL,
     TEXT_TRAINING,
     Config,
+    GroupSettings,
     RegionSettings,
     fixed,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "IRRELEVANT",
     "TEXT_TRAINING",
     "Config",
+    "GroupSettings",
     "RegionSettings",
     "anchored",
     "fixed",
@@ -64,6 +66,8 @@ def anchored(config: Config) -> Config:
     if isinstance(folder, str) and home_path(folder).is_dir():
         update["model_options"] = config.model_options | {"pretrained": str(home_path(folder).resolve())}
     update["metrics"] = list(map(custom.anchored, config.metrics))
+    update["models"] = list(map(custom.anchored, config.models))
+    update["group"] = [g.model_copy(update={"model": custom.anchored(g.model)}) for g in config.group]
     update["region"] = [r.model_copy(update={"method": custom.anchored(r.method)}) for r in config.region]
     data_dir = config.data_dir or os.environ.get("FEDSTILL_DATA", "")
     if data_dir:
@@ -104,6 +108,8 @@ def resolve(
                 raise unknown_setting(key, [*own, *Config.model_fields])
         merged["hyper"] = registry.settings_of(registry.make(method, hyper))
     config = Config.model_validate(merged)
+    if config.each_group() and not config.flat:
+        raise SettingError("regions: clients with different networks cannot be divided into regions; leave one out")
     augment.parse(config.augment)
     device.check(config.device)
     check_names(config.metrics)

@@ -222,8 +222,9 @@ def dataset_of(data: Dataset | Federation, what: str) -> Dataset:
 
 def wanted_size(config: Config) -> int:
     """The side that images should have: what is set, else what the model needs; 0: as they are."""
-    own = custom.is_own(config.model, "models") or is_object(config.model)
-    return config.image_size or (0 if own else image_size(config.model) or 0)
+    models = [group.model for group in config.each_group()] or [config.model]
+    named = [model for model in models if not (custom.is_own(model, "models") or is_object(model))]
+    return config.image_size or max([image_size(model) or 0 for model in named], default=0)
 
 
 def data_notes(config: Config, dataset: Dataset) -> Iterator[str]:
@@ -231,7 +232,9 @@ def data_notes(config: Config, dataset: Dataset) -> Iterator[str]:
     if dataset.original_size:
         to = f"images {dataset.original_size} resized to {dataset.shape[2]}x{dataset.shape[1]}"
         own = config.image_size or not wanted_size(config)
-        yield to + ("" if config.image_size else "; image_size sets another size" if own else f" for {config.model}")
+        yield to + (
+            "" if config.image_size else "; image_size sets another size" if own else f" for {config.network_names}"
+        )
     yield from dataset.notes
 
 

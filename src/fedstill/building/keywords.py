@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
-from fedstill.building.schema import ColumnSettings, RegionSettings
+from fedstill.building.schema import ColumnSettings, GroupSettings, RegionSettings
 from fedstill.core.choices import AttackKind, BufferPolicy, Precision
 
 
@@ -75,7 +75,9 @@ class Settings(TypedDict, total=False):
     test samples of each class it has, or those of the test set that the data say are its own. [default: split;
     split, matched, shared, own]"""
     model_options: dict[str, Any]
-    """Options of the network."""
+    """Options of the network; feature_size gives any network penultimate features of that size."""
+    group: list[GroupSettings] | list[dict[str, Any]]
+    """Instead of models: which clients have which network."""
     augment: str
     """Random changes of training images, e.g. "crop,flip" or "flip,rotate:15,scale:0.8-1.0"."""
     buffers: BufferPolicy
@@ -191,6 +193,12 @@ class MethodSettings(TypedDict, total=False):
     T: float
     """fedhkd: temperature of the soft predictions; lkd: temperature of the distillation; mtkd: temperature of the
     distillation; f2l: temperature of the distillation."""
+    T_end: float
+    """fedkd: share of the energy that is sent at the end."""
+    T_rounds: int
+    """fedkd: rounds over which one becomes the other."""
+    T_start: float
+    """fedkd: share of the energy that is sent at first."""
     Tw: float
     """lkd: how sharply reliability counts; 0: all teachers alike; mtkd: always 0 here: all teachers alike; f2l:
     how sharply reliability counts; 0: all teachers alike."""
@@ -207,8 +215,8 @@ class MethodSettings(TypedDict, total=False):
     batches: int
     """dafkd: generated batches a round for the distillation."""
     beta: float
-    """fedgkd-vote: temperature of the vote; 0: 1/buffer; fedkf: learning rate of the generator (Adam); fedgen:
-    weight of the generated features' predictions on clients."""
+    """fedgkd-vote: temperature of the vote; 0: 1/buffer; fedkf: learning rate of the generator (Adam); fml: weight
+    of the labels for the shared network; fedgen: weight of the generated features' predictions on clients."""
     beta_per_sample: bool
     """fedhyb: beta from each sample's loss, not the batch's mean."""
     buffer: int
@@ -342,25 +350,28 @@ class MethodSettings(TypedDict, total=False):
     samples: int
     """fedbe: models drawn; 0 with clients_teach is plain ensemble distillation."""
     server_batch: int
-    """feddf: batch size of the distillation; dafkd: B: samples in each, and the batch size of the distillation;
-    fedhyb: batch size of the distillation; fedftg: generated samples a step; fedbe: batch size of the
-    distillation; lkd: batch size of the distillation; mtkd: batch size of the distillation; f2l: batch size of
-    the distillation."""
+    """fedtgp: batch size of their training; feddf: batch size of the distillation; dafkd: B: samples in each, and
+    the batch size of the distillation; fedhyb: batch size of the distillation; fedftg: generated samples a
+    step; fedbe: batch size of the distillation; lkd: batch size of the distillation; mtkd: batch size of the
+    distillation; f2l: batch size of the distillation."""
     server_epochs: int
-    """dafkd: epochs of the distillation; fedhyb: epochs over the server's samples a round; fedbe: epochs over the
-    proxy data a round; lkd: epochs of the distillation; mtkd: epochs of the distillation; f2l: epochs of the
-    distillation."""
+    """fedtgp: epochs over the clients' prototypes a round; dafkd: epochs of the distillation; fedhyb: epochs over
+    the server's samples a round; fedbe: epochs over the proxy data a round; lkd: epochs of the distillation;
+    mtkd: epochs of the distillation; f2l: epochs of the distillation."""
     server_frac: float
     """lkd: share of the server's pool that is used; mtkd: share of the server's pool that is used; f2l: share of
     the server's pool that is used."""
     server_lr: float
-    """scaffold: how far the server goes towards the clients' mean; feddf: learning rate (Adam, falling along a
-    cosine); dafkd: learning rate of the distillation (Adam); fedhyb: learning rate of the distillation (Adam);
-    fedftg: learning rate of the student (SGD); fedbe: learning rate (SGD, momentum 0.9); lkd: learning rate of
-    the distillation (Adam); mtkd: learning rate of the distillation (Adam); f2l: learning rate of the
-    distillation (Adam)."""
+    """fedtgp: learning rate of the prototypes (SGD); scaffold: how far the server goes towards the clients' mean;
+    feddf: learning rate (Adam, falling along a cosine); dafkd: learning rate of the distillation (Adam);
+    fedhyb: learning rate of the distillation (Adam); fedftg: learning rate of the student (SGD); fedbe:
+    learning rate (SGD, momentum 0.9); lkd: learning rate of the distillation (Adam); mtkd: learning rate of the
+    distillation (Adam); f2l: learning rate of the distillation (Adam)."""
     server_steps: int
     """feddf: distillation steps a round."""
+    shared: str
+    """fml: the network that is shared: a name, as of model; fedkd: the network that is shared: a name, as of
+    model."""
     sharpen: float
     """fedbe: temperature of the ensemble's probabilities; below 1 sharpens."""
     source: Literal["proxy", "generated"]
@@ -375,8 +386,8 @@ class MethodSettings(TypedDict, total=False):
     t1: bool
     """fedkf: teach and return the all-clients average; False is FedKF-."""
     tau: float
-    """moon: temperature of the contrast; centered-clip: radius around the centre; 0: the median of the clients'
-    distances from it."""
+    """moon: temperature of the contrast; fedtgp: largest margin; centered-clip: radius around the centre; 0: the
+    median of the clients' distances from it."""
     trim: float
     """trimmed-mean: share of the clients cut off at each end; 0: the plain, uniform mean."""
     uniform: bool

@@ -23,6 +23,8 @@ def with_noise(hierarchy: Hierarchy, config: Config, federation: Federation, *, 
         return hierarchy
     if open_ones := [region.name for region in hierarchy.regions if not region.method.guarantee]:
         raise SettingError(f"{open_ones[0]}: its method has no dp, and other regions' have; give it to all or none")
+    if hierarchy.grouped and any(isinstance(region.method, DP) for region in private):
+        raise SettingError("dp adds noise to the sum of all clients' updates, who need one network: leave models out")
     if hierarchy.redrawn:
         raise SettingError("fixed_regions = false: dp is accounted region by region, and clients would change theirs")
     return replace(hierarchy, regions=tuple(_solved(region, config, federation, elsewhere) for region in private))

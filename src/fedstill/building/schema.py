@@ -87,6 +87,20 @@ class RegionSettings(BaseModel):
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
+class GroupSettings(BaseModel):
+    """A group of clients with a network of their own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    name: str = Field("", description="what records and tables call it; empty: as its network")
+    model: str
+    model_options: dict[str, Any] = Field(default_factory=dict, description="beside those of the run")
+    clients: NonNegativeInt | list[NonNegativeInt | str] = Field(
+        0, description="how many clients, or which, by number or name; 0: an equal share of those that are left"
+    )
+    share: float = Field(0.0, ge=0, lt=1, description="instead of clients: which share of them")
+
+
 class Config(BaseModel):
     """Every setting of a run, with its default and meaning. A method's own are in `hyper`."""
 
@@ -100,6 +114,7 @@ class Config(BaseModel):
             method: str = ...,
             data: str = ...,
             model: str = ...,
+            models: list[str] = ...,
             proxy: str = ...,
             **settings: Unpack[Settings],
         ) -> None: ...
@@ -183,7 +198,18 @@ class Config(BaseModel):
         description="network: lenet5, resnet8, resnet8-w64, resnet11, resnet18, resnet50, shufflenetv2, cnn, mlp; of "
         "text transformer, bag, lstm, distilbert; or file.py:function; default on text: transformer, on tables: mlp",
     )
-    model_options: dict[str, Any] = Field(default_factory=dict, description="options of the network")
+    model_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="options of the network; feature_size gives any network penultimate features of that size",
+    )
+    models: Names = Field(
+        default_factory=list,
+        description="instead of model: networks dealt to the clients in turn, lenet5,cnn,resnet8; one that stands "
+        "there twice goes to twice as many",
+    )
+    group: list[GroupSettings] = Field(
+        default_factory=list, description="instead of models: which clients have which network"
+    )
     augment: str = Field(
         "", description='random changes of training images, e.g. "crop,flip" or "flip,rotate:15,scale:0.8-1.0"'
     )
@@ -343,6 +369,22 @@ class Config(BaseModel):
     def flat(self) -> bool:
         """Whether there are no regions."""
         return self.regions == 1 and not self.region
+
+    @property
+    def same_network(self) -> bool:
+        """Whether all clients have one network."""
+        return not (self.models or self.group)
+
+    @property
+    def network_names(self) -> str:
+        """What readers are told of the network, or the networks."""
+        return ", ".join(dict.fromkeys(group.name or group.model for group in self.each_group())) or self.model
+
+    def each_group(self) -> list[GroupSettings]:
+        """The groups of clients by their networks; none if all have the same."""
+        if self.models and self.group:
+            raise SettingError("models and [[group]] both say which clients have which network; leave one out")
+        return self.group or [GroupSettings.model_validate({"model": name}) for name in dict.fromkeys(self.models)]
 
     def each_region(self) -> list[RegionSettings]:
         """What each region has of its own, if anything."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ import torch
 from fedstill.attacks.attack import Attack, plan
 from fedstill.building.config import Config
 from fedstill.building.data import data_notes, divide, encoder_of, load_data, standardise, wanted_size
+from fedstill.building.groups import Group, first_network, make_groups
 from fedstill.building.privacy import with_noise
 from fedstill.building.task import Network, make_task
 from fedstill.building.topology import (
@@ -48,6 +50,15 @@ class Setup:
     attack: Attack
     metrics: tuple[Metric, ...] = ()  # beyond those that every evaluation has
     warnings: tuple[str, ...] = ()  # what whoever started the run should know
+    groups: tuple[Group, ...] = ()  # where clients have different networks
+
+    @cached_property
+    def group_of(self) -> list[int]:
+        """The number of each client's group; 0 where all have one network."""
+        found = np.zeros(self.federation.clients, np.int64)
+        for group in self.groups:
+            found[group.clients] = group.number
+        return [int(number) for number in found]
 
     def pool(self) -> Samples | None:
         """The samples that the server itself holds."""
@@ -61,6 +72,7 @@ def prepare(
     *,
     data: Dataset | Federation | None = None,
     model: Network | None = None,
+    models: Sequence[str | Network] = (),
     method: Method | None = None,
     proxy: Dataset | None = None,
     metrics: Sequence[Function] = (),
@@ -85,12 +97,17 @@ def prepare(
     federation = divide(config, found)
     if not elsewhere:
         federation, notes = standardise(config, federation)
-    task = make_task(config, federation, method, model, proxy)
+    if models and not isinstance(models[0], str):
+        model = models[0]
+    task = make_task(first_network(config), federation, method, model, proxy)
+    groups = make_groups(config, task, federation, method, models)
     (method if config.flat else method.regional()).check(task)
     check_labels(config.method, method, federation)
-    hierarchy = arrange(config, task, federation, method)
+    hierarchy = arrange(config, task, federation, method, groups)
     check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
     hierarchy = with_noise(hierarchy, config, federation, elsewhere=elsewhere)
+    if config.secure_aggregation and groups:
+        raise SettingError("secure_aggregation adds up all clients' updates, who need one network: leave models out")
     if config.secure_aggregation:
         check_secure(config, [(region.task, region.method) for region in hierarchy.regions])
     attack = attack_of(config, federation, hierarchy)
@@ -107,6 +124,7 @@ def prepare(
         attack,
         find_metrics(config.metrics, metrics, task.classes),
         warnings=tuple(notes),
+        groups=groups,
     )
 
 
@@ -114,7 +132,7 @@ def _warnings(config: Config, task: Task, federation: Federation, hierarchy: Hie
     yield from data_notes(config, task.dataset)
     if (largest := majority(federation)) is not None and is_imbalanced(largest):
         yield f"the test classes are imbalanced: {always_predicting(largest)}; look at balanced accuracy"
-    for region in hierarchy.regions:
+    for region in () if hierarchy.grouped else hierarchy.regions:
         members, able = len(region.clients), len(with_data(federation.sizes, region.clients))
         if able > 1 and cohort_size(able, members, region.participation) == 1:
             where = "" if hierarchy.flat else f" of {region.name}"

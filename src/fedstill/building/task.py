@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from fedstill.data.federation import Federation
 from fedstill.methods.base import Method
 from fedstill.models import as_classifier, build
 from fedstill.models.base import Classifier
+from fedstill.models.checks import whole
+from fedstill.models.heads import Resized
 from fedstill.train.evaluate import outputs
 from fedstill.train.task import LocalTraining, Task, classifier
 from fedstill.train.together import check_together
@@ -53,6 +56,18 @@ def make_task(
     if config.together > 1:
         check_together(task)
     return task
+
+
+def with_network(
+    task: Task, config: Config, federation: Federation, method: Method, model: Network | None = None
+) -> Task:
+    """The same task for clients that have another network."""
+    make = network_maker(config, federation.dataset, method, model)
+    other = replace(task, make_network=make, model=config.model)
+    _check_fit(other, config)
+    if config.together > 1:
+        check_together(other)
+    return other
 
 
 def local_training(config: Config, federation: Federation) -> LocalTraining:
@@ -110,7 +125,14 @@ def network_maker(config: Config, dataset: Dataset, method: Method, model: Netwo
 def make_network(
     model: Network | str, shape: tuple[int, ...], classes: int, vocabulary: int, options: Mapping[str, Any]
 ) -> Classifier:
-    """A network before any method changes it: by name, by `file.py:function`, or as an object, which is copied."""
+    """A network before any method changes it: by name, by `file.py:function`, or as an object, which is copied.
+
+    The option `feature_size`, which all have, gives it penultimate features of that size.
+    """
+    if "feature_size" in options:
+        size = whole("feature_size", options["feature_size"], 1)
+        others = {name: value for name, value in options.items() if name != "feature_size"}
+        return Resized(make_network(model, shape, classes, vocabulary, others), size, classes)
     if isinstance(model, nn.Module):
         return as_classifier(_complete(_copied(model), shape, vocabulary))
     if not isinstance(model, str):

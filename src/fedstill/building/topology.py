@@ -6,11 +6,13 @@ A run without regions is one region that is never merged with another.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fedstill.building.config import Config, RegionSettings
+from fedstill.building.groups import Group
 from fedstill.building.task import local_training
 from fedstill.core import seeds
 from fedstill.core.arrays import IntArray
@@ -49,6 +51,11 @@ class Hierarchy:
     late: int = 0  # how many clients, the last ones, are not there from the start
     late_from: int = 1  # their first round
     seed: int = 0
+
+    @property
+    def grouped(self) -> bool:
+        """Whether they are the groups of clients that have one network: drawn together, and never merged."""
+        return self.flat and len(self.regions) > 1
 
     @property
     def flat(self) -> bool:
@@ -115,14 +122,22 @@ def largest_first(sizes: IntArray, drawn: IntArray) -> list[int]:
     return cohort
 
 
-def arrange(config: Config, task: Task, federation: Federation, method: Method) -> Hierarchy:
-    """The regions of a run, each with its method and how its clients train; one, of all clients, if there are none."""
+def arrange(
+    config: Config, task: Task, federation: Federation, method: Method, groups: Sequence[Group] = ()
+) -> Hierarchy:
+    """The regions of a run, each with its method and how its clients train; one, of all clients, if there are none.
+
+    Where clients have different networks, and the method one for each, the groups are in their place.
+    """
     clients = federation.clients
     if config.late_clients >= clients:
         raise SettingError(f"late_clients = {config.late_clients}: some of the {clients} clients must be there at once")
     tables = config.region
     if tables and config.regions != len(tables):
         raise SettingError(f"regions = {config.regions}, but there are {len(tables)} [[region]] tables")
+    if len(groups) > 1 and method.networks in ("group", "teach"):
+        each = tuple(Region(g.number, g.name, g.clients, method, g.task, config.participation) for g in groups)
+        return Hierarchy(each, late=config.late_clients, late_from=config.late_from)
     if config.flat:
         everyone = Region(0, "", np.arange(clients), method, task, config.participation)
         return Hierarchy((everyone,), late=config.late_clients, late_from=config.late_from)
@@ -203,6 +218,8 @@ def check_attendance(hierarchy: Hierarchy, config: Config, federation: Federatio
                     continue
                 raise SettingError(f"{where}none of the clients has data in round {round_}")
             count = cohort_size(len(with_data(federation.sizes, members)), len(members), region.participation)
+            if hierarchy.grouped and region.participation < 1:
+                count = 1  # of a group, as the clients of a round are drawn among all
             for part in region.method.parts():
                 if count < part.fewest_clients:
                     raise SettingError(

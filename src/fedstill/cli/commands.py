@@ -25,6 +25,7 @@ from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import read_json
 from fedstill.core.table import Table as TextTable
 from fedstill.methods import registry
+from fedstill.methods.base import NETWORKS
 from fedstill.metrics.records import RoundRecord, Summary, curve_metrics
 from fedstill.running import api, files
 from fedstill.running.callbacks import Callback
@@ -232,7 +233,8 @@ def methods(name: str | None, flags: Flags, assignments: list[str], as_: Format)
     setup = listings.example(name, config_of(name, flags, assignments).model_dump(exclude_unset=True))
     needs = listings.needs_of(setup.method)
     table = listings.wire_table(name, setup)
-    table.caption = (table.caption or "") + (f" · needs {needs}" if needs else "")
+    table.caption = f"{table.caption or ''} · networks: {NETWORKS[setup.method.networks]}"
+    table.caption += f" · needs {needs}" if needs else ""
     own = listings.method_settings(name)
     print_tables([table, own] if own.rows else [table], as_)
 
@@ -348,7 +350,8 @@ def check_picture(path: Path, option: str) -> None:
 
 def title_of(config: Config) -> str:
     alpha = f" {config.alpha:g}" if config.partition.startswith("dir") else ""
-    return f"{config.data}, {config.clients} clients, {config.partition}{alpha}, {config.model}, seed {config.seed}"
+    partition = f"{config.partition}{alpha}"
+    return f"{config.data}, {config.clients} clients, {partition}, {config.network_names}, seed {config.seed}"
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from fedstill.core.choices import Format
 
 COLUMNS = ("target", "text_column", "label_column", "client_column")
 FEDERATION = ("data", "data_dir", *COLUMNS, "partition", "alpha", "clients", "regions")
-LEARNING = ("participation", "rounds", "epochs", "batch_size", "lr", "model", "seed")
+LEARNING = ("participation", "rounds", "epochs", "batch_size", "lr", "model", "models", "seed")
 LOCAL = ("workers", "engine", "device", "eval_every", "metrics")
 
 DataDir = Annotated[str | None, option("data_dir")]

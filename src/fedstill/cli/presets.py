@@ -84,7 +84,7 @@ def _show(name: str, preset: Preset, scale: Scale) -> None:
             c = point.config
             own = " ".join(f"{key}={value}" for key, value in c.hyper.items())
             shown.add_row(
-                point.row, c.method, *(str(point.at.get(key, "")) for key in sweep), c.data, c.model,
+                point.row, c.method, *(str(point.at.get(key, "")) for key in sweep), c.data, c.network_names,
                 str(c.clients), str(c.rounds), own,
             )  # fmt: skip
         console.print(shown)

@@ -19,7 +19,7 @@ _PANELS = {
         *("data", "target", "text_column", "label_column", "client_column", "data_dir"),
         *("partition", "alpha", "clients", "regions"),
     ),
-    TRAINING: ("rounds", "participation", "epochs", "batch_size", "lr", "model"),
+    TRAINING: ("rounds", "participation", "epochs", "batch_size", "lr", "model", "models"),
 }
 _PARAMETER = "settings"
 

@@ -25,10 +25,15 @@ confirm: ContextVar[Callable[[str], bool]] = ContextVar("confirm", default=lambd
 
 def files_of(settings: Mapping[str, Any]) -> list[Path]:
     """The files with code that settings name."""
-    tables = settings.get("region", [])
+
+    def tables(name: str, key: str) -> list[Any]:
+        found = settings.get(name, [])
+        return [table.get(key) for table in found if isinstance(table, Mapping)] if isinstance(found, list) else []
+
     named = [settings.get(name) for name in NAMED]
-    named += metrics if isinstance(metrics := settings.get("metrics", []), list) else []
-    named += [table.get("method") for table in tables if isinstance(table, Mapping)] if isinstance(tables, list) else []
+    for name in ("metrics", "models"):
+        named += found if isinstance(found := settings.get(name, []), list) else []
+    named += [*tables("region", "method"), *tables("group", "model")]
     return list(dict.fromkeys(file for name in named if isinstance(name, str) for file in custom.files(name)))
 
 

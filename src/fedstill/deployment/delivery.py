@@ -81,7 +81,7 @@ def keep_model(folder: Path, worker: Worker, config: Config, client: int, name: 
         (folder / files.DESCRIPTION).unlink(missing_ok=True)  # of a run before; never beside another's weights
         write_atomic(folder / files.MODEL, model_bytes(description, module.state_dict()))
         trust.record(folder, description.code)
-        write_atomic(folder / files.DESCRIPTION, description.model_dump_json(indent=2) + "\n")
+        write_atomic(folder / files.DESCRIPTION, description.as_json(indent=2) + "\n")
     return f"finished: the model is in {folder}, for fedstill.load or 'fedstill predict'{_accuracies(worker, model)}"
 
 

@@ -112,7 +112,9 @@ def check_settings(policy: Policy, config: Config) -> None:
     }
     for name, (value, most) in limits.items():
         _check_limit(name, value, most)
+    _check_limit("number of models", len(config.models) + len(config.group), 1000)
     settings = [config.hyper, config.model_options, *(table.hyper for table in tables)]
+    settings += [group.model_options for group in config.group]
     for name, value in [pair for table in settings for pair in _numbers(table)]:
         _check_limit(name, abs(value), policy.max_setting)
 

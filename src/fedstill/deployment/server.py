@@ -18,6 +18,7 @@ import numpy as np
 
 from fedstill.building.config import Config, anchored, fixed
 from fedstill.building.data import dataset_in, declared, is_declared, load_data, undivided
+from fedstill.building.groups import numbered
 from fedstill.building.setup import Setup, prepare
 from fedstill.building.task import balanced_weights
 from fedstill.building.topology import assign
@@ -284,7 +285,7 @@ def serve(
         def run_info() -> RunInfo:
             return {
                 "number": number,
-                "config": config.model_copy(update={"data_dir": ""}).toml(),  # the server's folders are its own
+                "config": numbered(config, names).model_copy(update={"data_dir": ""}).toml(),  # its folders are its own
                 "clients": config.clients,
                 "classes": list(dataset.classes),
                 "mean": list(dataset.mean),
@@ -417,6 +418,11 @@ def _check(config: Config, *, regional: bool) -> None:
     find(config.device)
     if regional and (config.target or config.columns) and not is_declared(config):
         raise SettingError("columns: of tables in regions, all must be declared, as 'fedstill columns' does")
+    if config.each_group() and methods.make(config.method, config.hyper).networks in ("group", "teach"):
+        raise SettingError(
+            f"models: over a network {config.method} needs one network, as sites send its weights; with different ones "
+            "work local, fedproto, fedtgp, feddistill, fml, fedkd and lg-fedavg"
+        )
     if config.attack:
         raise SettingError("attack: sites that attack can be simulated on one machine, with 'fedstill run'")
     if not config.fixed_regions or config.late_clients or any(r.joins > 1 or r.leaves for r in config.region):

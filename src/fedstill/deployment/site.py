@@ -19,6 +19,7 @@ import torch
 
 from fedstill.building.config import Config, resolve
 from fedstill.building.data import dataset_of, divide, load_data, wanted_size
+from fedstill.building.groups import own_network
 from fedstill.building.setup import check_secure
 from fedstill.building.task import local_training, make_task
 from fedstill.building.topology import regional_method
@@ -87,6 +88,10 @@ class LocalInputs:
         settings |= {"target": self.target} if self.target else {}
         named = [(name, settings.get(name, "")) for name in ("method", "model", "data", "proxy")]
         named += [("method", region.get("method", "")) for region in settings.get("region", [])]
+        if self.model:  # its own network is the site's, whatever others have
+            settings |= {"models": [], "group": []}
+        named += [("model", name) for name in settings.get("models", [])]
+        named += [("model", group.get("model", "")) for group in settings.get("group", [])]
         for name, value in named:
             harmless = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
             if not harmless and value != files.get(name):  # the owner gave it, for this and nothing else
@@ -180,6 +185,7 @@ class Site:
 
     def _finish(self, worker: Worker, config: Config, run: RunInfo, name: Any, down: Tree) -> Tree:
         with during(Step.FINAL), one_thread(), on(self._device):
+            config = own_network(config, run["client"], run["clients"])
             self._finished(keep_model(self._directory, worker, config, run["client"], name, down))
         return {"received": True}
 
@@ -272,6 +278,7 @@ class Site:
                 check_tokenizer(run["tokenizer"])
         with during(Step.SETTINGS):
             table = policies.table_of(run)
+            config = own_network(config, run["client"], run["clients"])
         config = config.model_copy(update={"tokenizer": run["tokenizer"]})
         config = _own_columns(config, run) if table and self._inputs.data else config
         if self._inputs.data and config.proxy == "pool":  # which the server alone has

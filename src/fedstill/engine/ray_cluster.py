@@ -30,6 +30,7 @@ from fedstill.core.tree import Message, Tree
 from fedstill.engine import ray_connection
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Request, Score, Worker, encode_answer, request_fields, request_from
+from fedstill.train.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -224,7 +225,12 @@ def _bare(worker: Worker) -> Worker:
     On the way to another process, a network's parameters would cease to be views of one vector.
     """
     task = replace(worker.task)
-    regional = tuple((task.trained_as(its.local), method) for its, method in worker.regional)
+
+    def bare(own: Task) -> Task:
+        same = own.make_network is worker.task.make_network
+        return task.trained_as(own.local) if same else replace(own)
+
+    regional = tuple((bare(own), method) for own, method in worker.regional)
     return replace(worker, task=task, regional=regional, store=Store(Path()))
 
 

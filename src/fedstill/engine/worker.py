@@ -60,6 +60,7 @@ class Score:
     start: int
     stop: int
     probabilities: bool = False
+    region: int = 0  # or group, whose network it is
 
 
 Request = Train | FinalExchange | Score
@@ -106,7 +107,7 @@ class Worker:
     federation: Federation
     method: Method
     store: Store
-    regional: tuple[tuple[Task, Method], ...] = ()  # how the clients of each region train
+    regional: tuple[tuple[Task, Method], ...] = ()  # how the clients of each region, or group, train
     attack: Attack = Attack()  # noqa: RUF009 - it cannot change
     together: int = 1  # clients of one size that are trained at once, at most
     simulated: bool = True  # if not, what must be secret may not follow from the seed
@@ -116,7 +117,8 @@ class Worker:
         down = {name: to_current_device(part) for name, part in down.items()}
         if isinstance(request, Score):
             x, y = self._stored(request)
-            return score(self.task, down["model"], x, y, probabilities=request.probabilities)
+            task = self.regional[request.region][0] if self.regional else self.task
+            return score(task, down["model"], x, y, probabilities=request.probabilities)
         if isinstance(request, Train) and self.regional:
             task, method = self.regional[request.region]
             return replace(self, task=task, method=method, regional=()).handle(request, down)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,6 +31,17 @@ OWN = "own"  # what a client's own model is called
 _COLUMNS = ("text_column", "label_column", "split_column")
 
 
+class GroupNetwork(BaseModel):
+    """The network of one group, where clients have different ones."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    network: str
+    options: dict[str, Any] = {}
+    encoder: str = Field("", repr=False)
+    frozen: str = ""
+
+
 class ModelDescription(BaseModel):
     """What a trained model is, and what to do to its inputs."""
 
@@ -54,6 +65,16 @@ class ModelDescription(BaseModel):
     frozen: str = ""  # the digest of weights that were not trained
     precision: Precision = "float32"
     buffers: BufferPolicy = "average"
+    groups: dict[str, GroupNetwork] = {}  # where clients have different networks, each group's
+
+    def of_group(self, name: str) -> ModelDescription:
+        """The description of one group's model alone; the same if there are no groups."""
+        own = self.groups[name].model_dump() if name in self.groups else {}
+        return self.model_copy(update=own | {"groups": {}})
+
+    def as_json(self, exclude: Collection[str] = (), indent: int | None = None) -> str:
+        """Without what only runs with groups have, so that others keep their bytes."""
+        return self.model_dump_json(exclude={*exclude, *(() if self.groups else ("groups",))}, indent=indent)
 
     @property
     def own_network(self) -> bool:
@@ -109,7 +130,7 @@ def model_bytes(description: ModelDescription, state: Mapping[str, Tensor]) -> b
     What the training data called their columns is in model.json alone: the same model has the same bytes.
     """
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
-    return save(tensors, metadata={METADATA: description.model_dump_json(exclude=set(_COLUMNS))})
+    return save(tensors, metadata={METADATA: description.as_json(_COLUMNS)})
 
 
 def read_description(path: Path) -> ModelDescription:

@@ -87,7 +87,7 @@ def _example(preprocessing: Preprocessing) -> Tensor:
 
 def _torch(program: Any, predictor: Predictor) -> bytes:
     file = io.BytesIO()
-    torch.export.save(program, file, extra_files={_EXTRA_FILE: predictor.description.model_dump_json()})
+    torch.export.save(program, file, extra_files={_EXTRA_FILE: predictor.description.as_json()})
     return file.getvalue()
 
 
@@ -98,7 +98,7 @@ def _onnx(program: Any, predictor: Predictor) -> bytes:
     for value in (*proto.graph.input, *proto.graph.output):
         value.type.tensor_type.shape.dim[0].dim_param = "batch"
     about = predictor.description
-    for key, value in (("classes", json.dumps(about.classes)), (METADATA, about.model_dump_json())):
+    for key, value in (("classes", json.dumps(about.classes)), (METADATA, about.as_json())):
         entry = proto.metadata_props.add()
         entry.key, entry.value = key, value
     found: bytes = proto.SerializeToString()

@@ -32,6 +32,17 @@ from fedstill.train.evaluate import Outputs
 from fedstill.train.loop import Objective
 from fedstill.train.task import Samples, Task
 
+# What a method needs of the clients' networks, where they differ.
+Networks = Literal["one", "group", "teach", "features", "head", "any"]
+NETWORKS: dict[Networks, str] = {
+    "one": "one network for all clients",
+    "group": "one in each group, which is a federation of its own",
+    "teach": "one in each group; all groups teach all",
+    "features": "features of one size",
+    "head": "features and heads of one size",
+    "any": "any",
+}
+
 
 @dataclass(frozen=True)
 class Part:
@@ -41,6 +52,7 @@ class Part:
     what: str
     dtype: torch.dtype = torch.float32
     optional: bool = False  # not in every round's message
+    variable: bool = False  # a vector of at most this length
     least: float | None = None  # the smallest number that can be in it
     most: float | None = None  # and the largest
     # Which robust rules protect what the server makes of it: any (it takes a plain mean or sum over the clients), those
@@ -53,7 +65,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """How many bytes it has, at most."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -77,7 +89,8 @@ def misfit(message: Tree, declared: dict[str, Part]) -> str | None:
         part = declared[name]
         if not isinstance(tensor, Tensor) or tensor.dtype != part.dtype:
             return f"{name} is not a tensor of {part.dtype}"
-        if tuple(tensor.shape) != part.shape:
+        shorter = part.variable and tensor.dim() == 1 and len(tensor) <= part.shape[0]
+        if tuple(tensor.shape) != part.shape and not shorter:
             return f"{name} has shape {tuple(tensor.shape)}, declared is {part.shape}"
     return None
 
@@ -123,6 +136,7 @@ class Uplink:
     client: int
     samples: int
     message: Message
+    task: Task | None = None  # its group's, where clients have different networks
 
     def __getitem__(self, part: str) -> Tensor:
         return self.message[part]
@@ -141,11 +155,13 @@ class Server:
         clients: int | None = None,
         region: int = 0,
         threads: int = 1,
+        grouped: bool = False,
     ) -> None:
         self.task = task
         self.sizes = sizes  # training samples of every client, active or not
         self.clients = len(sizes) if clients is None else clients  # how many there are, active or not
         self.region = region  # the number of its region, if there are several
+        self.grouped = grouped  # whether its clients are those with one of several networks
         self.pool = pool  # labelled samples that the server itself holds
         self.round = 0  # the round in progress, from 1
         self.drawn = self.clients, self.clients  # how many the round's cohort is drawn from, and its expected size
@@ -154,6 +170,7 @@ class Server:
         self.before: Tensor = task.initial  # those that the round began with, for what works after the average
         self.sent: Message = {}  # what the round's clients were sent, where it was compressed on the way
         self.state: dict[str, Any] = {}  # what the method keeps between rounds; part of every checkpoint
+        self.ensembles: dict[str, list[Uplink]] = {}  # of a round, by method, until groups have taught each other
         self.notes: dict[str, Any] = {}  # what the method has to say about the round, for its record
         self.store = store  # what the method keeps for single clients, on disk
         self._threads = threads  # how many cores it may use at once, while clients wait
@@ -161,6 +178,16 @@ class Server:
     def predict_all(self, models: Sequence[Tensor], samples: Samples) -> list[Outputs]:
         """Outputs of each of these models for each sample, in one pass; for every epoch that follows."""
         return predict_all(self.task, models, samples, self._threads)
+
+    def outputs_of(self, uplinks: Sequence[Uplink], samples: Samples) -> list[Outputs]:
+        """Outputs of the model that each client sent, by its own network, for each sample; in one pass."""
+        tasks = [up.task or self.task for up in uplinks]
+        found: dict[int, Outputs] = {}
+        for task in dict.fromkeys(map(id, tasks)):
+            places = [i for i, own in enumerate(tasks) if id(own) == task]
+            models = [uplinks[i]["model"] for i in places]
+            found |= zip(places, predict_all(tasks[places[0]], models, samples, self._threads), strict=True)
+        return [found[i] for i in range(len(uplinks))]
 
     def rng(self, purpose: str) -> torch.Generator:
         """A random stream for one purpose of the server in this round: never one that the library draws from."""
@@ -220,6 +247,11 @@ class Method:
     def global_model(self) -> bool:
         """Whether the server has a model; if not, clients keep models of their own."""
         return True
+
+    @property
+    def networks(self) -> Networks:
+        """What it needs of the networks, where clients have different ones."""
+        return "group"
 
     def check(self, task: Task) -> None:
         """Refuse, with a SettingError, a task that the method cannot do."""
@@ -291,6 +323,9 @@ class Method:
         Consume all of them. Keep what they hold only if the method needs the ensemble.
         """
         raise NotImplementedError
+
+    def across_groups(self, servers: Sequence[Server]) -> None:
+        """Where clients have different networks: what groups learn from each other, once each has aggregated."""
 
     def models(self, server: Server) -> dict[str, Tensor]:
         """The models to evaluate. The first is the model: the one that is saved and headlines the results."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -20,14 +21,17 @@ class FedDF(Distilling):
     name: ClassVar[str] = "feddf"
     paper: ClassVar[str] = "Lin et al. 2020"
     needs_proxy_data: ClassVar[bool] = True
+    teaches_groups: ClassVar[bool] = True
     training: ClassVar[LocalTraining] = LocalTraining(optimizer="adam", cosine=True)
 
     server_steps: Annotated[int, Ge(0), "distillation steps a round"] = 200
     server_lr: Annotated[float, Gt(0), "learning rate (Adam, falling along a cosine)"] = 1e-3
 
-    def improve(self, server: Server, uplinks: list[Uplink]) -> None:
+    def improve_all(self, servers: Sequence[Server], uplinks: list[Uplink]) -> None:
+        """One student for each network; all clients teach it (Algorithm 3 of the paper)."""
         if self.server_steps == 0:
             return
-        proxy = self.proxy(server)
-        targets = mean_logits(server.predict_all([up["model"] for up in uplinks], proxy)).softmax(1)
-        self.distil(server, proxy, match_probabilities(targets), steps=self.server_steps)
+        proxy = self.proxy(servers[0])
+        targets = mean_logits(servers[0].outputs_of(uplinks, proxy)).softmax(1)
+        for server in servers:
+            self.distil(server, proxy, match_probabilities(targets), steps=self.server_steps)

@@ -10,8 +10,9 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
+from fedstill.aggregate.mean import ClassMeans
 from fedstill.core.tree import Message
-from fedstill.methods.base import Part, Server, Uplink, Wire
+from fedstill.methods.base import Networks, Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.kinds import Kind
 from fedstill.train.client import Client
@@ -77,20 +78,16 @@ class FedDistillPlus(FedAvg):
         return {"logits": sums / counts.clamp(min=1).unsqueeze(1), "known": (counts > 0).float()}
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
-        sums = torch.zeros_like(server.state["logits"], dtype=torch.float64)
-        counts = torch.zeros_like(server.state["known"], dtype=torch.float64)
+        means = ClassMeans(server.task.classes)
 
         def collected() -> Iterator[Uplink]:
             for up in uplinks:
-                sums.add_(up["logits"] * (up["known"] > 0).unsqueeze(1))
-                counts.add_(up["known"])
+                means.add(up["logits"], up["known"])
                 yield up
 
         self.average(server, collected())
-        present = counts > 0  # a class that nobody had in this round keeps what was known of it
-        fresh = (sums / counts.clamp(min=1).unsqueeze(1)).float()
-        server.state["logits"] = torch.where(present.unsqueeze(1), fresh, server.state["logits"])
-        server.state["known"] = torch.maximum(server.state["known"], present.float())
+        logits, known = means.after(server.state["logits"], server.state["known"])
+        server.state |= {"logits": logits, "known": known}
 
     def average(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         """What becomes of the weights."""
@@ -108,6 +105,10 @@ class FedDistill(FedDistillPlus):
     @property
     def global_model(self) -> bool:
         return False
+
+    @property
+    def networks(self) -> Networks:
+        return "any"
 
     def wire(self, task: Task) -> Wire:
         both = super().wire(task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -36,6 +37,7 @@ class FedHyb(Distilling):
     paper: ClassVar[str] = "Liu et al. 2024"
     revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
     needs_proxy_data: ClassVar[bool] = True
+    teaches_groups: ClassVar[bool] = True
     order_stream: ClassVar[str] = "hybrid distillation"
     streams: ClassVar[tuple[str, ...]] = ("sub-networks",)
 
@@ -129,12 +131,20 @@ class FedHyb(Distilling):
 
     # --- server -------------------------------------------------------------------------------------------------
 
-    def improve(self, server: Server, uplinks: list[Uplink]) -> None:
+    def improve_all(self, servers: Sequence[Server], uplinks: list[Uplink]) -> None:
+        """Where networks differ, all clients' predictions teach all; features are those of the same network."""
         if not self.on_server:
             return
-        samples = self.samples(server)
-        outputs = server.predict_all([up["model"] for up in uplinks], samples)
-        probabilities, features = mean_probabilities(outputs), mean_features(outputs)  # Eq. 6 and 7
+        samples = [self.samples(server) for server in servers]
+        outputs = servers[0].outputs_of(uplinks, samples[0])
+        for server, own in zip(servers, samples, strict=True):
+            if own is not samples[0]:  # a generator's, of the group
+                outputs = server.outputs_of(uplinks, own)
+            alike = [out for up, out in zip(uplinks, outputs, strict=True) if up.task is None or up.task is server.task]
+            self.teach(server, own, mean_probabilities(outputs), mean_features(alike))  # Eq. 6 and 7
+
+    def teach(self, server: Server, samples: Samples, probabilities: Tensor, features: Tensor) -> None:
+        """Distil the clients' mean predictions and features into `server.model`."""
 
         def loss(batch: Batch, out: Outputs) -> Tensor:
             by_prediction = soft_kl(probabilities[batch.ids], out.logits)

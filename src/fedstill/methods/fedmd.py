@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fedstill.aggregate.mean import RunningMean
 from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
-from fedstill.methods.base import Part, Server, Uplink, Wire
+from fedstill.methods.base import Networks, Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.kinds import Kind
 from fedstill.train.client import Client
@@ -46,6 +46,10 @@ class FedMD(FedAvg):
     @property
     def global_model(self) -> bool:
         return self.average_weights
+
+    @property
+    def networks(self) -> Networks:
+        return "group" if self.average_weights else "any"
 
     def check(self, task: Task) -> None:
         if task.proxy is None:

@@ -30,6 +30,7 @@ class LKD(Distilling):
     name: ClassVar[str] = "lkd"
     paper: ClassVar[str] = "Nguyen et al. 2022"
     needs_server_labels: ClassVar[bool] = True
+    teaches_groups: ClassVar[bool] = True
     stage: ClassVar[str] = "lkd"  # what a distillation is called in the records
     order_stream: ClassVar[str] = "label-driven distillation"
 
@@ -63,13 +64,25 @@ class LKD(Distilling):
         """In a federation without regions, the clients' models are the teachers."""
         self.teach(server, server.before, [up["model"] for up in uplinks])
 
+    def improve_all(self, servers: Sequence[Server], uplinks: list[Uplink]) -> None:
+        """Where networks differ, all clients teach each group's."""
+        began, pool = time.perf_counter(), self.pool(servers[0])
+        outputs = servers[0].outputs_of(uplinks, pool.samples)
+        for server in servers:
+            self.distil_outputs(server, server.before, pool, outputs, began)
+
     # --- what they teach ------------------------------------------------------------------------------------------
 
     def teach(self, server: Server, old: Tensor, teachers: Sequence[Tensor]) -> None:
         """Distil the teachers, and the old model, into `server.model`, which is their average so far."""
-        began = time.perf_counter()
-        pool = self.pool(server)
+        began, pool = time.perf_counter(), self.pool(server)
         outputs = server.predict_all(teachers, pool.samples)  # once; so is everything that follows from them
+        self.distil_outputs(server, old, pool, outputs, began)
+
+    def distil_outputs(
+        self, server: Server, old: Tensor, pool: Split, outputs: Sequence[Outputs], began: float
+    ) -> None:
+        """The same, given what the teachers make of the pool; it began at this moment of the clock."""
         auc = torch.stack([class_auc(a.logits[pool.check], pool.samples.y[pool.check]) for a in outputs])
         beta = among_teachers(auc, self.Tw)
         gap = beta.max(0).values - beta.min(0).values

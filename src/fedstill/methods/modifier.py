@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
-from fedstill.methods.base import Guarantee, Method, Needs, Server, Uplink, Wire
+from fedstill.methods.base import Guarantee, Method, Needs, Networks, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.base import Classifier
 from fedstill.train.client import Client
@@ -34,6 +34,10 @@ class Modifier(Method):
     @property
     def global_model(self) -> bool:
         return self.inner.global_model
+
+    @property
+    def networks(self) -> Networks:
+        return "one" if self.has_final_exchange else self.inner.networks
 
     @property
     def averages_all_clients(self) -> bool:
@@ -99,6 +103,9 @@ class Modifier(Method):
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         self.inner.aggregate(server, uplinks)
+
+    def across_groups(self, servers: Sequence[Server]) -> None:
+        self.inner.across_groups(servers)
 
     def models(self, server: Server) -> dict[str, Tensor]:
         return self.inner.models(server)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedstill.core.errors import SettingError
 from fedstill.distill.stage import distil
-from fedstill.methods.base import Server, Uplink
+from fedstill.methods.base import Networks, Server, Uplink
 from fedstill.methods.modifier import Modifier
 from fedstill.train.loop import Loss
 from fedstill.train.task import LocalTraining, Samples, Task
@@ -24,7 +24,14 @@ class ServerSide(Modifier):
     On its own, the inner method is FedAvg.
     """
 
+    teaches_groups: ClassVar[bool] = False  # where clients have different networks
+
     uniform: Annotated[bool, "average the clients' weights uniformly, not by sample counts"] = False
+
+    @property
+    def networks(self) -> Networks:
+        inner = super().networks
+        return "teach" if inner == "group" and self.teaches_groups else inner
 
     def check(self, task: Task) -> None:
         if self.needs_proxy_data and self.needs().proxy_data and task.proxy is None:
@@ -47,15 +54,27 @@ class ServerSide(Modifier):
 
         def collect() -> Iterator[Uplink]:
             for up in uplinks:
-                ensemble.append(up)
+                ensemble.append(replace(up, task=server.task) if server.grouped else up)
                 yield replace(up, samples=1) if self.uniform else up
 
         server.before = server.model
         super().aggregate(server, collect())
-        self.improve(server, ensemble)
+        if server.grouped and self.teaches_groups:
+            server.ensembles[self.name] = ensemble
+        else:
+            self.improve(server, ensemble)
+
+    def across_groups(self, servers: Sequence[Server]) -> None:
+        super().across_groups(servers)
+        if uplinks := [up for server in servers for up in server.ensembles.pop(self.name, ())]:
+            self.improve_all(servers, uplinks)
 
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         """What the server does after the average."""
+        self.improve_all([server], uplinks)
+
+    def improve_all(self, servers: Sequence[Server], uplinks: list[Uplink]) -> None:
+        """The same of a method that `teaches_groups`: with all clients as teachers, whatever their networks."""
         raise NotImplementedError
 
     def proxy(self, server: Server) -> Samples:

@@ -28,6 +28,12 @@ class Scores(TypedDict, total=False):
     unmeasured: dict[str, str]  # why a number is missing, or what it leaves out
 
 
+class GroupScores(Scores, total=False):
+    """The same of the clients that have one network: of their group's model, or of their own ones."""
+
+    clients: int
+
+
 class EpisodeModel(TypedDict):
     """How a region's model or the global one does on the global test set, at an episode's end."""
 
@@ -64,6 +70,7 @@ class RoundRecord(Scores, total=False):
     server_seconds: float
     eval_seconds: float
     also: dict[str, Scores]  # further models, by name
+    groups: dict[str, GroupScores]  # where clients have different networks, by the name of the group
     episode: EpisodeRecord
     server: dict[str, Any]  # what the method notes
     teachers_after: dict[str, Measured]  # accuracy of each region's model, one round after an episode's end
@@ -120,6 +127,7 @@ class Summary(BestAndFinal, total=False):
     eval_seconds: float
     bytes_regions: int
     also: dict[str, BestAndFinal]  # further models, by name
+    groups: dict[str, BestAndFinal]  # where clients have different networks
     rounds_to_target: int | None
     parameters: int
     versions: dict[str, str]
@@ -127,6 +135,11 @@ class Summary(BestAndFinal, total=False):
     epsilon: Measured  # with a private method: what was spent
     privacy: dict[str, Any]
     restored_round: int  # the round whose model is the result, if a callback chose one
+
+
+def further(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run, or a round, scored beside its main model, by name: further models, and groups of clients."""
+    return {**summary.get("also", {}), **summary.get("groups", {})}
 
 
 def headline(records: Sequence[Mapping[str, Any]]) -> str | None:

@@ -29,3 +29,27 @@ class Projected(Classifier):
     def features(self, x: Tensor) -> Tensor:
         projected: Tensor = self.projection(self.net.features(x))
         return projected
+
+
+class Resized(Classifier):
+    """A network whose features a layer d - size - ReLU brings to another size, with a head of its own.
+
+    Networks that differ then have features and heads of one size.
+
+    >>> from fedstill.models import build
+    >>> Resized(build("lenet5", (1, 32, 32), 10), 32, 10).head
+    Linear(in_features=32, out_features=10, bias=True)
+    """
+
+    def __init__(self, net: Classifier, size: int, classes: int) -> None:
+        super().__init__()
+        self.net = net
+        self.resize = nn.Sequential(nn.Linear(net.feature_dim, size), nn.ReLU(inplace=True))
+        self.head = nn.Linear(size, classes)
+        self.feature_dim = size
+        if "head" in net._modules:  # the classifier that this one replaces
+            del net.head
+
+    def features(self, x: Tensor) -> Tensor:
+        resized: Tensor = self.resize(self.net.features(x))
+        return resized

@@ -57,10 +57,11 @@ def metric_names(runs: Sequence[Records]) -> list[str]:
     for record in (record for records in runs for record in records):
         own |= {name: None for name in record if value_of(record, name) is not None and name not in _NOT_SHOWN}
         own |= {name: None for name in record.get("metrics") or {} if value_of(record, name) is not None}
-        also = record.get("also")
-        for model, scores in also.items() if isinstance(also, Mapping) else ():
-            if isinstance(scores, Mapping) and "." not in model:
-                further |= {f"also.{model}.{n}": None for n in scores if value_of(scores, n) is not None}
+        for part in ("also", "groups"):
+            parts = record.get(part)
+            for model, scores in parts.items() if isinstance(parts, Mapping) else ():
+                if isinstance(scores, Mapping) and "." not in model:
+                    further |= {f"{part}.{model}.{n}": None for n in scores if value_of(scores, n) is not None}
     known = [name for name in style.METRICS if name in own]
     return [*known, *(name for name in own if name not in known), *further]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from fedstill.metrics.records import BestAndFinal, Summary, value_of
+from fedstill.metrics.records import BestAndFinal, Summary, further, value_of
 from fedstill.metrics.shown import PLACES, balanced_column, named_metrics, remarks
 from fedstill.metrics.shown import title as metric_title
 from fedstill.metrics.statistics import ENOUGH, paired, spread
@@ -211,10 +211,10 @@ def _marked(
 
 
 def _variants(summaries: Sequence[Summary]) -> dict[str, list[BestAndFinal]]:
-    """Further models of the same runs, by name, where every seed has them."""
+    """Further models of the same runs, and groups of their clients, by name, where every seed has them."""
     found: dict[str, list[BestAndFinal]] = {}
     for summary in summaries:
-        for name, numbers in summary.get("also", {}).items():
+        for name, numbers in further(summary).items():
             found.setdefault(name, []).append(numbers)
     return {name: each for name, each in found.items() if len(each) == len(summaries)}
 

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+from torch import nn
+
 from fedstill.building.config import (
     DIVISION,
     Config,
@@ -55,6 +57,7 @@ def run(
     *,
     data: Any = NOT_GIVEN,
     model: str | Network | None = None,
+    models: str | Sequence[str | Network] = (),
     proxy: Any = None,
     metrics: str | Sequence[str | Function] | None = None,
     out: str | Path | None = None,
@@ -71,6 +74,7 @@ def run(
             By default "fashion-mini".
         model: A name or a network of your own. By default LeNet-5, on rows of numbers a multilayer perceptron, on
             text a small Transformer, trained by Adam.
+        models: Instead of `model`: names and networks of your own, dealt to the clients in turn.
         proxy: Samples without labels on the server, for methods that need them: as `data`, or "pool".
         metrics: Names (docs/metrics.md) or functions of your own, which get labels (N,) and class probabilities
             (N, classes) and return a number, the larger the better.
@@ -86,7 +90,8 @@ def run(
         1
     """
     data = None if data is NOT_GIVEN else as_data(data)  # a loader that returns None is a mistake, not the default
-    config, own = configure(method, {"data": data, "model": model, "proxy": proxy, "metrics": metrics}, dict(settings))
+    objects = {"data": data, "model": model, "models": models, "proxy": proxy, "metrics": metrics}
+    config, own = configure(method, objects, dict(settings))
     callbacks = _with_progress(callbacks, progress)
     if out is not None:
         return run_config(config, Path(out), force=force, callbacks=callbacks, **own)
@@ -109,6 +114,7 @@ def configure(
     if isinstance(method, Method):
         method, given = _with_keywords(method, given)
     metrics = _metrics(objects.get("metrics"))
+    models = _models(objects.get("models"))
     checked = {
         "data": _optional(as_data, objects.get("data")),
         "model": _optional(as_model, objects.get("model")),
@@ -117,6 +123,9 @@ def configure(
     if metrics is not None:
         given = given | {"metrics": [each if isinstance(each, str) else _object_name(each) for each in metrics]}
     own = {name: value for name, value in {"method": method, **checked}.items() if not isinstance(value, str | None)}
+    if models:
+        given = given | {"models": _model_names(objects["models"])}
+        own |= {"models": models} if any(not isinstance(each, str) for each in models) else {}
     own["metrics"] = [each for each in metrics or () if not isinstance(each, str)]
     # An object is named as it was given: a class of networks by its own name.
     named = checked | {"model": objects.get("model")}
@@ -142,6 +151,27 @@ def _with_keywords(method: Method, given: dict[str, Any]) -> tuple[Method, dict[
 
 def _optional(check: Callable[[Any], Any], value: Any) -> Any:
     return None if value is None else check(value)
+
+
+def _models(given: Any) -> list[str | Network]:
+    """Names and networks, each as `model` takes it."""
+    if isinstance(given, nn.Module) or not isinstance(given, str | Sequence | None):
+        raise SettingError(f"models is a {type(given).__name__}; a list of names and networks is needed")
+    return [as_model(each) for each in _listed(given)]
+
+
+def _model_names(given: Any) -> list[str]:
+    """What the settings call them: an object by its class, with a number where several have one."""
+    names: list[str] = []
+    for each in _listed(given):
+        name = each if isinstance(each, str) else _object_name(each)
+        twice = not isinstance(each, str) and name in names
+        names.append(f"{name[:-1]} {len(names) + 1}>" if twice else name)
+    return names
+
+
+def _listed(given: Any) -> list[Any]:
+    return [name.strip() for name in given.split(",") if name.strip()] if isinstance(given, str) else list(given or ())
 
 
 def _metrics(given: Any) -> Sequence[str | Function] | None:
@@ -180,6 +210,7 @@ def resume(
     method: Method | None = None,
     data: Any = None,
     model: Network | None = None,
+    models: Sequence[str | Network] = (),
     proxy: Any = None,
     metrics: Sequence[Function] = (),
     rounds: int | None = None,
@@ -190,8 +221,8 @@ def resume(
 ) -> Result:
     """Continue a run where it stopped, or go on after it ended.
 
-    What the run was given as objects (`method`, `data`, `model`, `proxy`, `metrics`) is given again, and so are
-    callbacks, which go on from their own state.
+    What the run was given as objects (`method`, `data`, `model`, `models`, `proxy`, `metrics`) is given again, and so
+    are callbacks, which go on from their own state.
 
     Args:
         path: The run directory.
@@ -220,7 +251,7 @@ def resume(
         if engine is not None:
             config = on_engine(config, engine)
         check_engine(config)
-        setup = prepare_again(directory, config, metrics=metrics, **given)
+        setup = prepare_again(directory, config, metrics=metrics, models=_models(models), **given)
         if (rounds, device, engine) != (None, None, None):
             directory.write_config(config)  # now that it is known to work
     except BaseException:

@@ -87,6 +87,14 @@ class RunView:
         return self._setup.task.size
 
     @property
+    def networks(self) -> str:
+        """The network and how many weights it has, in words; of each group, where clients have different ones."""
+        found = [(group.name, group.task.size) for group in self._setup.groups] or [
+            (self.config.model, self.parameters)
+        ]
+        return " · ".join(f"{name} with {size:,} weights" for name, size in found)
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """What whoever started the run should know."""
         return self._setup.warnings

@@ -30,10 +30,25 @@ class Cohorts:
 
         `secret`: privacy counts on it that nobody knows who was drawn, and clients elsewhere know the seed.
         """
+        if self._hierarchy.grouped:
+            return self._of_groups(round_, absent)
         return [
             (region, self._cohort(region, _without(members, absent), round_, secret=secret))
             for region, members in self._hierarchy.present(round_)
         ]
+
+    def _of_groups(self, round_: int, absent: set[int]) -> list[tuple[Region, list[int]]]:
+        """The cohort of all clients, as if they had one network, divided; groups without any are left out."""
+        present = self._hierarchy.present(round_)
+        members = _without(np.sort(np.concatenate([clients for _, clients in present])), absent)
+        able = with_data(self._sizes, members)
+        count = cohort_size(len(able), len(members), present[0][0].participation)
+        self.drawn = {region.number: (len(able), count) for region, _ in present}
+        cohort = draw_cohort(self._sizes, able, count, self._seed, round_)
+        divided = [
+            (region, [k for k in cohort if k in own]) for region, own in ((r, set(c.tolist())) for r, c in present)
+        ]
+        return [(region, own) for region, own in divided if own]
 
     def _cohort(self, region: Region, members: IntArray, round_: int, *, secret: bool) -> list[int]:
         able = self._able.get(region.number) if members is region.clients else None

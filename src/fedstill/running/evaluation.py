@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstill.building.groups import Group
 from fedstill.core.arrays import IntArray
 from fedstill.data.federation import Federation
 from fedstill.engine.base import Engine, LocalTest
@@ -108,10 +109,72 @@ def evaluate(
     )
 
 
+def evaluate_groups(
+    engine: Engine, federation: Federation, models: Sequence[tuple[Group, Tensor]], metrics: Sequence[Metric] = ()
+) -> tuple[Evaluation, dict[str, Evaluation]]:
+    """Score every group's model on the global test set and on the tests of its own clients; all together, and each.
+
+    Of all together, what is measured on the global test set is the mean over the clients.
+    """
+    test, classes = federation.dataset.test, len(federation.dataset.classes)
+    offsets, index = federation.test_offsets, federation.test_index
+    labels = (test if federation.test_source == "test" else federation.test_split).y.numpy()[index]
+    predicted = np.zeros(len(index), np.int64)
+    likely = np.zeros((len(index), classes)) if metrics else None
+    each: dict[str, Evaluation] = {}
+    for group, model in models:
+        loss, on_test = _outcomes(engine, model, "test", test.y.numpy(), metrics, classes, group.number)
+        bounds = [(int(offsets[k]), int(offsets[k + 1])) for k in group.clients]
+        places = np.concatenate([np.arange(start, stop) for start, stop in bounds])
+        if federation.test_source == "test":
+            own = on_test.take(index[places])
+        else:
+            own = _outcomes(engine, model, "local", labels[places], metrics, classes, group.number, bounds)[1]
+        predicted[places] = own.predicted
+        if likely is not None:
+            likely[places] = own.probabilities
+        own_offsets = np.concatenate([[0], np.cumsum([stop - start for start, stop in bounds])])
+        table = scores.on_one_set(on_test, classes, metrics) | scores.over_clients(own, own_offsets, classes, metrics)
+        each[group.name] = _evaluation(
+            loss, confusion_matrix(on_test.labels, on_test.predicted, classes), own, own_offsets, table
+        )
+    weights = [len(group.clients) / federation.clients for group, _ in models]
+    found = list(each.values())
+
+    def mean(numbers: Sequence[float]) -> float:
+        return float(np.dot(weights, numbers))
+
+    table = scores.over_clients(everyone := Outcomes(labels, predicted, likely), offsets, classes, metrics)
+    shared = {name: mean([e.metrics.values[name] for e in found]) for name in found[0].metrics.values}
+    whole = Evaluation(
+        accuracy=mean([e.accuracy for e in found]),
+        loss=mean([e.loss for e in found]),
+        per_class=[mean(shares) for shares in zip(*(e.per_class for e in found), strict=True)],
+        confusion=np.sum([e.confusion for e in found], axis=0),
+        fair=fairness(everyone.predicted == everyone.labels, offsets),
+        metrics=Table(shared, found[0].metrics.reasons) | table,
+    )
+    return whole, each
+
+
+def _evaluation(
+    loss: NDArray[np.float32], confusion: IntArray, own: Outcomes, offsets: IntArray, table: Table
+) -> Evaluation:
+    hits, counts = confusion.diagonal().tolist(), confusion.sum(1).tolist()
+    return Evaluation(
+        accuracy=_share(sum(hits), sum(counts)),
+        loss=float(loss.mean(dtype=np.float64)) if len(loss) else math.nan,
+        per_class=[_share(h, n) for h, n in zip(hits, counts, strict=True)],
+        confusion=confusion,
+        fair=fairness(own.predicted == own.labels, offsets),
+        metrics=table,
+    )
+
+
 def tested(engine: Engine, federation: Federation, model: Tensor) -> tuple[float, IntArray]:
     """Accuracy and confusion of a model on the global test set."""
     test = federation.dataset.test
-    predicted = _score(engine, model, "test", len(test.y))["predicted"]
+    predicted = _score(engine, model, "test", [(0, len(test.y))])["predicted"]
     confusion = confusion_matrix(test.y.numpy(), predicted.numpy(), len(federation.dataset.classes))
     return _share(int(confusion.trace()), int(confusion.sum())), confusion
 
@@ -148,19 +211,38 @@ def _metrics_of_those_tested(tests: dict[int, LocalTest], named: Sequence[str]) 
 
 
 def _outcomes(
-    engine: Engine, model: Tensor, source: Source, labels: IntArray, metrics: Sequence[Metric], classes: int
+    engine: Engine,
+    model: Tensor,
+    source: Source,
+    labels: IntArray,
+    metrics: Sequence[Metric],
+    classes: int,
+    region: int = 0,
+    parts: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[NDArray[np.float32], Outcomes]:
-    """The loss of each sample of a source, and what the model makes of it."""
-    found = _score(engine, model, source, len(labels), probabilities=bool(metrics))
+    """The loss of each sample of a source, or of parts of it, and what the model makes of it."""
+    found = _score(engine, model, source, parts or [(0, len(labels))], region=region, probabilities=bool(metrics))
     likely = None
     if metrics:
         likely = found["probabilities"].double().numpy() if len(labels) else np.zeros((0, classes))
     return found["loss"].numpy(), Outcomes(labels, found["predicted"].numpy(), likely)
 
 
-def _score(engine: Engine, model: Tensor, source: Source, n: int, *, probabilities: bool = False) -> dict[str, Tensor]:
-    """What is known of every sample of a source."""
-    requests = [Score(source, start, stop, probabilities) for start, stop in evaluation_bounds(n)]
+def _score(
+    engine: Engine,
+    model: Tensor,
+    source: Source,
+    parts: Sequence[tuple[int, int]],
+    *,
+    region: int = 0,
+    probabilities: bool = False,
+) -> dict[str, Tensor]:
+    """What is known of every sample of these parts of a source."""
+    requests = [
+        Score(source, first + start, first + stop, probabilities, region)
+        for first, last in parts
+        for start, stop in evaluation_bounds(last - first)
+    ]
     answers = list(engine.run(requests, {"model": model})) or [_NOTHING]
     return {key: torch.cat([answer[key].cpu() for answer in answers]) for key in answers[0]}
 

@@ -62,6 +62,8 @@ def load(
     if place.is_file():
         return _from_file(place, which, client, model, method)
     description = _description(place)
+    if description.groups:
+        description = description.of_group(which or description.model if client is None else _group(place, client))
     if model is None or (description.changed and method is None):
         _check_code(place, description, given={"model": model, "method": method})
     if client is not None:
@@ -183,6 +185,13 @@ def _clients(place: Path) -> list[str]:
         raise SettingError(f"{place} knows no clients: there is no {files.CLIENTS}")
     with (place / files.CLIENTS).open(encoding="utf-8", newline="") as file:
         return [row[0] for row in csv.reader(file)][1:]
+
+
+def _group(place: Path, client: int | str) -> str:
+    """The name of a client's group."""
+    names = _clients(place)
+    with (place / files.CLIENTS).open(encoding="utf-8", newline="") as file:
+        return [row["group"] for row in csv.DictReader(file)][_number(client, names)]
 
 
 def _number(client: int | str, names: list[str]) -> int:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedstill.building.config import anchored, fixed
+from fedstill.building.groups import Group
 from fedstill.building.setup import Setup, majority
 from fedstill.building.topology import Region
 from fedstill.core import device, seeds, tree
@@ -34,11 +35,11 @@ from fedstill.running.callbacks import Callback, Callbacks, RunView
 from fedstill.running.cohorts import Cohorts
 from fedstill.running.colluding import colluding
 from fedstill.running.directory import RunDirectory, without_nan
-from fedstill.running.evaluation import Evaluation, evaluate, tested
+from fedstill.running.evaluation import Evaluation, evaluate, evaluate_groups, tested
 from fedstill.running.judging import History, Judge
 from fedstill.running.machine import make_engine, one_thread
 from fedstill.running.privacy import affordable, promised, protects_clients
-from fedstill.running.records import NOT_EVALUATED, Tally, of_own_models, summarise, versions
+from fedstill.running.records import NOT_EVALUATED, Tally, of_groups, of_own_models, summarise, versions
 from fedstill.running.results import model_file, network, predictor, write_results
 from fedstill.running.retries import Retries
 from fedstill.running.servers import make_servers
@@ -114,6 +115,7 @@ class RoundLoop:
         config, run = self.setup.config, self.callbacks.run
         setup, regions = self.setup, self.setup.hierarchy.regions
         regional = () if setup.hierarchy.flat else tuple((region.task, region.method) for region in regions)
+        regional = tuple((group.task, setup.method) for group in setup.groups) or regional
         store = self.directory.client_store
         worker = Worker(
             setup.task, setup.federation, setup.method, store, regional, setup.attack, together=config.together
@@ -143,7 +145,7 @@ class RoundLoop:
             if run.chosen:
                 self._chosen, evaluation = run.chosen[1], None
             if evaluation is None and self.setup.method.global_model:
-                evaluation = self._evaluate(engine, self.model())
+                evaluation = self._evaluate_model(engine)
         summary = summarise(config, self.records, self._last)
         summary |= {"parameters": setup.task.size, "versions": versions()}
         if (largest := majority(setup.federation)) is not None:
@@ -204,7 +206,7 @@ class RoundLoop:
         """Evaluate a round that became the last when it was done."""
         if not self.setup.method.global_model:
             return None
-        evaluation = self._evaluate(engine, self.model())
+        evaluation = self._evaluate_model(engine)
         record |= cast(RoundRecord, without_nan(evaluation.record()) | {"evaluated": True})
         self._tell_evaluation(record)
         return evaluation
@@ -228,14 +230,15 @@ class RoundLoop:
         if episode:
             self.callbacks.tell("on_aggregation_end", episode)
         trained = time.perf_counter()
-        models = self.models() if due else {}
-        evaluations = {name: self._evaluate(engine, model) for name, model in models.items()}
+        evaluations, by_group = self._evaluations(engine) if due else ({}, {})
         main = next(iter(evaluations.values()), None)
         record: RoundRecord = {"round": round_, "evaluated": due}
         record |= cast(RoundRecord, NOT_EVALUATED)
         if due:
             record["local_accuracy"] = tally.mean("local_accuracy")
             record |= cast(RoundRecord, main.record() if main else of_own_models(tally, config.metrics))
+            if self.setup.groups:
+                record["groups"] = of_groups(tally, self.setup.groups, by_group)
             self._tell_evaluation(record)
         record |= {
             "train_loss": tally.mean("train_loss"),
@@ -248,23 +251,19 @@ class RoundLoop:
             "server_seconds": tally.server_seconds + (episode["server_seconds"] if episode else 0.0),
             "eval_seconds": time.perf_counter() - trained,
         }
-        others = list(evaluations.items())[1:]
-        if others:
-            record["also"] = {name: evaluation.record() for name, evaluation in others}
         if main and episode:
             episode["student"] = {"accuracy": main.accuracy, "confusion": main.confusion.tolist()}
-        if episode:
-            record["episode"] = episode
-        elif hierarchy.flat and self.server.notes:
-            record["server"] = self.server.notes
-        if after:
-            record["teachers_after"] = after
         if (promise := self.promise(tally)) is not None:
             record |= {"epsilon": promise["epsilon"], "privacy": promise}
-        if tally.left_out:
-            record["left_out"] = tally.left_out
-        if main and main.untested:
-            record["untested"] = self._names(main.untested)
+        at_times = {
+            "also": {name: evaluation.record() for name, evaluation in list(evaluations.items())[1:]},
+            "episode": episode,
+            "server": self._notes(present) if hierarchy.flat else {},
+            "teachers_after": after,
+            "left_out": tally.left_out,
+            "untested": self._names(main.untested) if main else [],
+        }
+        record |= cast(RoundRecord, {name: value for name, value in at_times.items() if value})
         return without_nan(record), main
 
     def _tell_evaluation(self, record: RoundRecord) -> None:
@@ -274,6 +273,36 @@ class RoundLoop:
     def _evaluate(self, engine: Engine, model: Tensor) -> Evaluation:
         ask = not (engine.remote and protects_clients(self.setup.hierarchy.regions[0].method))
         return evaluate(engine, self.setup.federation, model, self.setup.metrics, self.setup.config.metrics, ask=ask)
+
+    def _evaluate_model(self, engine: Engine) -> Evaluation:
+        """Of the model, or of every group's."""
+        if self.setup.hierarchy.grouped:
+            return next(iter(self._evaluate_groups(engine)[0].values()))
+        return self._evaluate(engine, self.model())
+
+    def _notes(self, present: Sequence[Region]) -> dict[str, Any]:
+        """What the method notes about a round; of groups, by their names."""
+        if not self.setup.hierarchy.grouped:
+            return self.server.notes
+        return {region.name: notes for region in present if (notes := self.regional[region.number].notes)}
+
+    def _evaluations(self, engine: Engine) -> tuple[dict[str, Evaluation], dict[str, Evaluation]]:
+        """Of every model that there is; and of the first, each group's."""
+        if self.setup.hierarchy.grouped:
+            return self._evaluate_groups(engine)
+        return {name: self._evaluate(engine, model) for name, model in self.models().items()}, {}
+
+    def _evaluate_groups(self, engine: Engine) -> tuple[dict[str, Evaluation], dict[str, Evaluation]]:
+        """The evaluation of each model that every group has, over all groups; and each group's of the first."""
+        by_name: dict[str, list[tuple[Group, Tensor]]] = {}
+        for group in self.setup.groups:
+            for name, model in self._finite(self.setup.method.models(self.regional[group.number])).items():
+                by_name.setdefault(name, []).append((group, model))
+        found = {
+            name: evaluate_groups(engine, self.setup.federation, models, self.setup.metrics)
+            for name, models in by_name.items()
+        }
+        return {name: whole for name, (whole, _) in found.items()}, next(iter(found.values()))[1]
 
     def _names(self, clients: Iterable[int]) -> list[str]:
         names = self.setup.federation.client_names
@@ -320,6 +349,8 @@ class RoundLoop:
         tally = Tally()
         for region, cohort in cohorts:
             self._train_region(engine, region, cohort, tally, measure=measure)
+        if self.setup.hierarchy.grouped:
+            self._across_groups([region for region, _ in cohorts], tally)
         self._active_since_checkpoint.update(k for _, cohort in cohorts for k in cohort)
         if engine.remote:
             self._check_finite(round_)
@@ -378,7 +409,13 @@ class RoundLoop:
         fewest = fewest_answers(config, method) if engine.remote else config.min_clients
         uplinks = Checked(
             cohort,
-            engine.run([Train(k, round_, measure, region.number, self._state_of(k)) for k in cohort], down),
+            engine.run(
+                [
+                    Train(k, round_, measure, self._trained_as(region, k, remote=engine.remote), self._state_of(k))
+                    for k in cohort
+                ],
+                down,
+            ),
             wire.up,
             least=min(len(cohort), fewest) if private else fewest,  # a private cohort of chance may be smaller
             tick=self.client_done,
@@ -399,6 +436,19 @@ class RoundLoop:
         tally.add(uplinks, nbytes(down) * len(cohort))
         tally.left_out += self._names(uplinks.dropped) if engine.remote else []
         tally.server_seconds += time.perf_counter() - began - uplinks.waited
+
+    def _trained_as(self, region: Region, client: int, *, remote: bool) -> int:
+        """Which of the worker's pairs of task and method a client trains with: its group's, or its region's.
+
+        A client elsewhere has but its own network.
+        """
+        return self.setup.group_of[client] if self.setup.groups and not remote else region.number
+
+    def _across_groups(self, present: Sequence[Region], tally: Tally) -> None:
+        began = time.perf_counter()
+        with self._stream("across groups"):
+            self.setup.method.across_groups([self.regional[region.number] for region in present])
+        tally.server_seconds += time.perf_counter() - began
 
     def _state_of(self, client: int) -> int:
         return self.client_states.get(str(client), 0)
@@ -458,13 +508,18 @@ class RoundLoop:
         """The models to evaluate, by name; the first is what the run is for."""
         if not (self.setup.hierarchy.flat or self.setup.method.has_final_exchange):
             return {"model": self.server.model if self._chosen is None else self._chosen}
-        models = self.setup.method.models(self.server)
+        models = self._finite(self.setup.method.models(self.server))
+        return models if self._chosen is None else {next(iter(models)): self._chosen}
+
+    def _finite(self, models: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, model in models.items():
             if not torch.isfinite(model).all():
                 raise FedstillError(f"round {self.server.round}: {name} is no longer finite; a smaller rate may help")
-        return models if self._chosen is None else {next(iter(models)): self._chosen}
+        return models
 
     def _final_models(self) -> dict[str, Tensor]:
+        if self.setup.hierarchy.grouped:  # by the names of the groups, each the first of its own
+            return {region.name: self.regional_model(region) for region in self.setup.hierarchy.regions}
         return self.models() if self.setup.method.global_model else {}
 
     def predictor(self) -> Predictor | None:
@@ -478,7 +533,7 @@ class RoundLoop:
     def state(self) -> dict[str, Any]:
         """What the servers know."""
         state: dict[str, Any] = {"model": self.server.model, "state": self.server.state}
-        if not self.setup.hierarchy.flat:
+        if len(self.regional) > 1 or not self.setup.hierarchy.flat:
             state["regions"] = {str(n): {"model": s.model, "state": s.state} for n, s in self.regional.items()}
         if self.update_norms:
             state["norms"] = self.update_norms

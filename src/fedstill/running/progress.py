@@ -46,8 +46,7 @@ class Progress(Callback):
         tests = len(held.dataset.test.y) or len(held.test_index)
         self._say(
             f"{c.method} on {c.data or 'tables'}: {held.clients} clients with {held.sizes.sum():,} samples, "
-            f"{tests:,} to test on, {c.partition} partition, {c.model} with {run.parameters:,} weights, "
-            f"{left} round{'s' * (left != 1)}",
+            f"{tests:,} to test on, {c.partition} partition, {run.networks}, {left} round{'s' * (left != 1)}",
             style="bold",
         )
         if c.hyper:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from fedstill.building.config import Config
-from fedstill.metrics.records import BestAndFinal, RoundRecord, Scores, Summary, headline, value_of
+from fedstill.building.groups import Group
+from fedstill.metrics.records import BestAndFinal, GroupScores, RoundRecord, Scores, Summary, headline, value_of
 from fedstill.metrics.scores import lower_is_better, short_name
+from fedstill.running.evaluation import Evaluation
 from fedstill.running.uplinks import Checked
 
 NOT_EVALUATED: Scores = {
@@ -34,6 +36,7 @@ class Tally:
         self.clients = self.bytes_down = self.bytes_up = self.dropped = 0
         self.server_seconds = 0.0  # of work, without waiting for clients
         self.metrics: dict[str, list[float]] = {}
+        self.by_client: dict[int, Mapping[str, float]] = {}  # the same
         self.left_out: list[str] = []  # sites whose answers do not count, where they are elsewhere
 
     def add(self, uplinks: Checked, bytes_down: int) -> None:
@@ -43,6 +46,15 @@ class Tally:
         self.dropped += len(uplinks.dropped)
         for name, values in uplinks.metrics.items():
             self.metrics.setdefault(name, []).extend(values)
+        self.by_client |= uplinks.by_client
+
+    def of(self, clients: Iterable[int]) -> Tally:
+        """What some of the clients reported."""
+        part = Tally()
+        for client in clients:
+            for name, value in self.by_client.get(client, {}).items():
+                part.metrics.setdefault(name, []).append(value)
+        return part
 
     @property
     def client_seconds(self) -> float:
@@ -75,6 +87,19 @@ def of_own_models(uplinks: Tally, metrics: Sequence[str] = ()) -> Scores:
     return scores | {"unmeasured": missing} if missing else scores
 
 
+def of_groups(tally: Tally, groups: Sequence[Group], found: Mapping[str, Evaluation]) -> dict[str, GroupScores]:
+    """The numbers of each group of clients with one network: of its model, or of its active clients' own."""
+    scored: dict[str, GroupScores] = {}
+    for group in groups:
+        part = tally.of(group.clients.tolist())
+        own = found[group.name].record() if group.name in found else of_own_models(part)
+        kept = {name: value for name, value in own.items() if name in QUALITY}
+        scored[group.name] = cast(
+            GroupScores, {"clients": len(group.clients), **kept, "local_accuracy": part.mean("local_accuracy")}
+        )
+    return scored
+
+
 def summarise(config: Config, records: Sequence[RoundRecord], final_exchange: Mapping[str, int]) -> Summary:
     """Best and final numbers, and the cost; `final_exchange` is what crossed after the last round."""
     scored = [r for r in records if r["evaluated"]]
@@ -96,6 +121,8 @@ def summarise(config: Config, records: Sequence[RoundRecord], final_exchange: Ma
     }
     if last and (also := last[-1].get("also")):
         summary["also"] = {name: _best_and_final([r["also"][name] for r in scored]) for name in also}
+    if last and (groups := last[-1].get("groups")):
+        summary["groups"] = {name: _best_and_final([r["groups"][name] for r in scored]) for name in groups}
     if config.metrics:
         summary["metric_names"] = [short_name(name) for name in config.metrics]
     if last and (unmeasured := last[-1].get("unmeasured")):

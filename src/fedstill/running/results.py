@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedstill.building.groups import first_network
 from fedstill.building.setup import Setup
 from fedstill.core import device
 from fedstill.data.federation import Federation
-from fedstill.inference.description import ModelDescription, describe, model_bytes, unwrapped
+from fedstill.inference.description import GroupNetwork, ModelDescription, describe, model_bytes, unwrapped
 from fedstill.inference.predictor import Predictor
 from fedstill.metrics.records import Summary
 from fedstill.running import files
@@ -33,12 +35,13 @@ def write_results(
     """Write all that a finished run has, the digests last; the columns of clients.csv."""
     federation = setup.federation
     local = evaluation.fair.local if evaluation else np.full(federation.clients, np.nan)
-    directory.write(files.CLIENTS, _client_rows(federation, local))
+    groups = [setup.groups[number].name for number in setup.group_of] if setup.groups else []
+    directory.write(files.CLIENTS, _client_rows(federation, local, groups))
     description = _described(setup, models)
     for name, model in models.items():
         file = files.MODEL if name == description.model else files.further_model(name)
         directory.write(file, model_file(setup, models, name, model))
-    directory.write(files.DESCRIPTION, description.model_dump_json(indent=2) + "\n")
+    directory.write(files.DESCRIPTION, description.as_json(indent=2) + "\n")
     directory.write(files.SUMMARY, to_json(summary, indent=2) + "\n")
     directory.write_digests()
     return {
@@ -46,24 +49,30 @@ def write_results(
         "train_samples": federation.sizes,
         "test_samples": federation.test_sizes,
         "accuracy": np.asarray(local, dtype=float),
+        **({"group": np.array(groups)} if groups else {}),
     }
 
 
-def _client_rows(federation: Federation, local: NDArray[Any]) -> bytes:
+def _client_rows(federation: Federation, local: NDArray[Any], groups: Sequence[str]) -> bytes:
     """What clients.csv holds."""
     rows = io.BytesIO()  # lines as objects would take more than all else
-    rows.write(b"client,train_samples,test_samples,accuracy\n")
-    names = federation.names or map(str, range(federation.clients))
-    for name, n, m, accuracy in zip(names, federation.sizes, federation.test_sizes, local, strict=True):
-        quoted = '"' + name.replace('"', '""') + '"' if any(c in name for c in ',"\n') else name
-        rows.write(f"{quoted},{n},{m},{'' if math.isnan(accuracy) else f'{accuracy:.6f}'}\n".encode())
+    rows.write(f"client,train_samples,test_samples,accuracy{',group' if groups else ''}\n".encode())
+    names, last = federation.names or map(str, range(federation.clients)), groups or repeat("")
+    for name, n, m, accuracy, group in zip(names, federation.sizes, federation.test_sizes, local, last):  # noqa: B905
+        own = f",{_quoted(group)}" if groups else ""
+        rows.write(f"{_quoted(name)},{n},{m},{'' if math.isnan(accuracy) else f'{accuracy:.6f}'}{own}\n".encode())
     return rows.getvalue()
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"' if any(c in name for c in ',"\n') else name
 
 
 def model_file(setup: Setup, models: Iterable[str], name: str, model: Tensor) -> bytes:
     """One of the run's models as a file that describes itself."""
     alone = _described(setup, models).model_copy(update={"model": name, "models": (name,)})
-    return model_bytes(alone, network(setup.task, model).state_dict())
+    task = next((group.task for group in setup.groups if group.name == name), setup.task)
+    return model_bytes(alone.of_group(name), network(task, model).state_dict())
 
 
 def network(task: Task, model: Tensor | None = None) -> nn.Module:
@@ -83,4 +92,12 @@ def predictor(setup: Setup, models: Mapping[str, Tensor]) -> Predictor | None:
 
 
 def _described(setup: Setup, models: Iterable[str]) -> ModelDescription:
-    return describe(setup.config, setup.task, setup.method, tuple(models))
+    found = describe(first_network(setup.config), setup.task, setup.method, tuple(models))
+    if not setup.groups:
+        return found
+    each = {group.name: describe(group.config, group.task, setup.method, ()) for group in setup.groups}
+    groups = {
+        name: GroupNetwork(network=own.network, options=own.options, encoder=own.encoder, frozen=own.frozen)
+        for name, own in each.items()
+    }
+    return found.model_copy(update={"groups": groups})

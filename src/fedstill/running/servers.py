@@ -12,9 +12,13 @@ from fedstill.running.machine import server_threads
 
 
 def make_servers(setup: Setup, directory: RunDirectory) -> tuple[Server, dict[int, Server]]:
-    """The global server, and those of the regions by number; without regions they are the same one."""
+    """The global server, and those of the regions by number; without regions they are the same one.
+
+    Where there is one for each group of clients with the same network, the first stands for all.
+    """
     regions, threads = setup.hierarchy.regions, server_threads(setup.config)
-    only = regions[0] if setup.hierarchy.flat else None
+    grouped = setup.hierarchy.grouped
+    only = regions[0] if setup.hierarchy.flat and not grouped else None
     server = Server(
         setup.task,
         setup.federation.sizes,
@@ -38,8 +42,9 @@ def make_servers(setup: Setup, directory: RunDirectory) -> tuple[Server, dict[in
             clients=len(region.clients),
             region=region.number,
             threads=threads,
+            grouped=grouped,
         )
-    return server, regional
+    return regional[regions[0].number] if grouped else server, regional
 
 
 def read_servers(setup: Setup, directory: RunDirectory) -> tuple[Server, dict[int, Server]]:

@@ -56,6 +56,7 @@ class Checked:
         self.bytes_up = 0
         self.waited = 0.0  # seconds until answers came, while the server had nothing else to do
         self.metrics: dict[str, list[float]] = {}
+        self.by_client: dict[int, Mapping[str, float]] = {}  # the same
         self.states: dict[int, int] = {}  # of clients elsewhere: the round whose state each has
         self._clients, self._answers, self._declared = clients, answers, declared
         self._least, self._tick, self._who, self._names, self._judge = least, tick, who, names, judge
@@ -69,6 +70,7 @@ class Checked:
         answers = self._well_formed()
         for client, samples, metrics, message in self._judged(answers, self._judge) if self._judge else answers:
             self.good.append(client)
+            self.by_client[client] = metrics
             for name, value in metrics.items():
                 self.metrics.setdefault(name, []).append(value)
             yield Uplink(client, samples, {name: to_current_device(part) for name, part in message.items()})

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedstill.metrics.records import RoundRecord, headline, value_of
+from fedstill.metrics.records import RoundRecord, further, headline, value_of
 from fedstill.metrics.scores import COUNTED, lower_is_better
 from fedstill.metrics.shown import PLACES, named_metrics
 from fedstill.metrics.statistics import Paired, Spread, paired, spread
@@ -48,7 +48,7 @@ class Row:
         if metric in TO_TARGET:
             return [to_target(cell.records(), cell.config.target_accuracy, self.variant)[metric] for cell in self.cells]
         summaries = [cell.summary() for cell in self.cells]
-        return [value_of(s["also"][self.variant] if self.variant else s, metric) for s in summaries]
+        return [value_of(further(s)[self.variant] if self.variant else s, metric) for s in summaries]
 
     def spread(self, metric: str) -> Spread | None:
         """Mean and deviation over the seeds; None if a seed lacks the number."""
@@ -103,8 +103,7 @@ def grid(
         for method in methods:
             cells = tuple(configs[method, i, s] for s in range(seeds))
             rows.append(Row(method, settings, cells))
-            also = cells[0].summary().get("also", {})
-            rows += [Row(method, settings, cells, variant) for variant in also]
+            rows += [Row(method, settings, cells, variant) for variant in further(cells[0].summary())]
         tables.append(rows)
     return tables
 
@@ -115,7 +114,7 @@ def to_target(records: Sequence[RoundRecord], target: float, variant: str = "") 
         return dict.fromkeys(TO_TARGET)
     compared = headline(records) or "accuracy"
     for i, record in enumerate(records):
-        scored = record.get("also", {}).get(variant, {}) if variant else record
+        scored = further(record).get(variant, {}) if variant else record
         if (value_of(scored, compared) or 0) >= target:
             before = records[: i + 1]
             return {

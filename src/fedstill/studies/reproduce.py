@@ -121,7 +121,7 @@ def seconds_needed(cells: Sequence[Cell]) -> float:
         c = cell.config
         kind = (
             c.data,
-            c.model,
+            c.network_names,
             str(c.model_options),
             c.batch_size,
             c.clients,

@@ -1,0 +1,201 @@
+"""Clients with different networks: who gets which, the same bits everywhere, and one line where it cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedstill
+from fedstill.building.config import resolve
+from fedstill.building.groups import deal
+from fedstill.building.setup import prepare
+from fedstill.core.errors import SettingError
+from fedstill.deployment.policy import Policy
+from fedstill.deployment.site import LocalInputs, Site
+from fedstill.running.result import Result
+from support.quick import QUICK, TINY, needed
+from support.runs import numbers, slow
+from support.sites import NAMES, Wire, served
+
+GROUPS = [
+    {"name": "small", "model": "mlp", "model_options": {"hidden": [8]}},
+    {"name": "deep", "model": "mlp", "model_options": {"hidden": [12, 8]}},
+]
+MIXED: dict[str, Any] = {k: v for k, v in TINY.items() if k not in ("model", "model_options")} | {"group": GROUPS}
+
+
+def run_of(method: str) -> dict[str, Any]:
+    return MIXED | {"rounds": 2} | QUICK.get(method, {}) | needed(method, pool=0.1)
+
+
+# --- who gets which -------------------------------------------------------------------------------------------------
+
+
+def dealt(clients: int = 6, **settings: Any) -> list[list[int]]:
+    config = resolve({"method": "local"} | settings)
+    return [part.tolist() for part in deal(config, [f"site {k}" for k in range(clients)])]
+
+
+def test_networks_are_dealt_in_turn_and_one_named_twice_goes_to_twice_as_many() -> None:
+    assert dealt(models=["lenet5", "cnn"]) == [[0, 2, 4], [1, 3, 5]]
+    assert dealt(models="lenet5,cnn,lenet5") == [[0, 2, 3, 5], [1, 4]]
+
+
+def test_groups_name_their_clients_or_ask_for_a_number_or_a_share() -> None:
+    named = dealt(group=[{"model": "cnn", "clients": ["site 4", 1]}, {"model": "lenet5"}])
+    assert named == [[1, 4], [0, 2, 3, 5]]
+    groups = [{"model": "cnn", "share": 0.25}, {"model": "mlp", "clients": 5}, {"model": "lenet5"}]
+    parts = dealt(12, group=groups)
+    assert [len(part) for part in parts] == [3, 5, 4]
+    assert sorted(k for part in parts for k in part) == list(range(12))
+    assert parts != dealt(12, seed=1, group=groups)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"models": ["cnn"] * 6 + ["mlp"]}, "group 'mlp' has none of the 6 clients"),
+        ({"group": [{"model": "cnn", "clients": [7]}, {"model": "mlp"}]}, "clients are 0 to 5, and 7 is named"),
+        ({"group": [{"model": "cnn", "clients": [1, 1]}, {"model": "mlp"}]}, "client 1 is named twice"),
+        ({"group": [{"model": "cnn", "clients": 2}, {"model": "mlp", "clients": 3}]}, "there are 6 in all"),
+        ({"group": [{"model": "cnn"}], "models": ["cnn"]}, "leave one out"),
+        ({"models": ["cnn", "mlp"], "regions": 2}, "cannot be divided into regions"),
+    ],
+)
+def test_what_cannot_be_dealt_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        dealt(**settings)
+
+
+# --- what methods need ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (
+            "fedavg+ccvr",
+            r"ccvr needs one network for all clients, and there are 2; with any networks work local, ",
+        ),
+        ("fedproto", r"features of one size, and there are cnn with 84, mlp with 200; model_options.feature_size=84"),
+        ("lg-fedavg", r"features and heads of one size, and there are cnn with 84, mlp with 200"),
+    ],
+)
+def test_a_method_that_needs_more_in_common_says_what_would_work(method: str, words: str) -> None:
+    settings = {k: v for k, v in TINY.items() if k not in ("model", "model_options")}
+    with pytest.raises(SettingError, match=words):
+        prepare(resolve(settings | {"method": method, "models": ["cnn", "mlp"]}))
+
+
+def test_features_of_one_size_let_networks_share_prototypes_and_heads() -> None:
+    settings = {k: v for k, v in TINY.items() if k not in ("model", "model_options")} | {"models": ["cnn", "mlp"]}
+    setup = prepare(resolve(settings | {"method": "lg-fedavg", "model_options": {"feature_size": 12}}))
+    assert [group.task.feature_dim for group in setup.groups] == [12, 12]
+    assert {setup.method.wire(group.task).up["head"].shape for group in setup.groups} == {(12 * 10 + 10,)}
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["fedtgp", "fedkd", "feddf", *map(slow, ("lkd", "fedprox+t1", "lg-fedavg"))])
+def test_the_same_bits_after_a_kill_in_every_round(method: str, tmp_path: Path) -> None:
+    settings = run_of(method.removesuffix("+t1"))
+    whole = fedstill.run(method, **settings, out=tmp_path / "whole")
+    fedstill.run(method, **settings | {"rounds": 1}, out=tmp_path / "cut")
+    again = fedstill.resume(tmp_path / "cut", rounds=2)
+    assert _all_without(again, "server") == _all_without(whole, "server")  # it has seconds
+    assert {name: scores["clients"] for name, scores in whole.records[-1]["groups"].items()} == {"small": 3, "deep": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fedproto", "feddf"])
+def test_the_same_bits_with_workers(method: str) -> None:
+    inline, workers = (fedstill.run(method, **run_of(method) | e) for e in ({}, {"engine": "process", "workers": 2}))
+    assert numbers(inline) == numbers(workers)
+
+
+@pytest.mark.parametrize(
+    ("method", "own"),
+    [
+        ("fedavg", {"models": ["mlp", "mlp"]}),  # one group
+        ("fedproto", {"group": [{"name": name, "model": "mlp"} for name in ("a", "b")]}),  # no weights cross
+    ],
+)
+def test_where_all_networks_are_one_the_bits_are_those_of_the_homogeneous_run(method: str, own: dict[str, Any]) -> None:
+    plain = _without(TINY, "model") | {"rounds": 2}
+    alone, groups = fedstill.run(method, model="mlp", **plain), fedstill.run(method, **plain, **own)
+    assert _all_without(groups, "groups") == numbers(alone)
+
+
+def test_every_clients_tests_are_those_of_its_groups_model(tmp_path: Path) -> None:
+    result = fedstill.run("fedavg", **run_of("fedavg"), out=tmp_path / "run")
+    setup = prepare(resolve({"method": "fedavg"} | run_of("fedavg")))
+    x, y = setup.federation.test_split.x, setup.federation.test_split.y
+    columns = result.client_columns
+    for k, group in enumerate(columns["group"]):
+        index = torch.from_numpy(setup.federation.test(k))
+        model = fedstill.load(tmp_path / "run", which=group).module.network
+        logits = model(setup.task.dataset.normalise(x[index]))
+        assert columns["accuracy"][k] == pytest.approx(float((logits.argmax(1) == y[index]).double().mean()))
+    tests = setup.federation.test_sizes
+    pooled = np.average(columns["accuracy"][tests > 0], weights=tests[tests > 0])
+    assert result.records[-1]["amp"] == pytest.approx(pooled)
+
+
+def test_feddf_without_steps_is_fedavg_in_each_group_and_with_some_each_learns() -> None:
+    plain, taught = (fedstill.run("feddf", **run_of("feddf") | {"server_steps": steps}) for steps in (0, 2))
+    averaged = fedstill.run("fedavg", **_without(run_of("feddf"), "server_steps"))
+    assert numbers(plain) == numbers(averaged)
+    for name, scores in taught.records[0]["groups"].items():
+        assert scores["loss"] != plain.records[0]["groups"][name]["loss"]
+
+
+def _all_without(result: Result, *names: str) -> list[dict[str, Any]]:
+    return [_without(record, *names) for record in numbers(result)]
+
+
+def _without(settings: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in names}
+
+
+def test_networks_of_ones_own_and_a_clients_model_is_of_its_own_network(tmp_path: Path) -> None:
+    nets = [nn.Sequential(nn.Flatten(), nn.Linear(256, width), nn.ReLU(), nn.Linear(width, 10)) for width in (4, 5)]
+    plain = _without(MIXED, "group") | {"rounds": 1, "participation": 1.0}
+    fedstill.run("local", **plain, models=nets, out=tmp_path / "run")
+    mine = fedstill.load(tmp_path / "run", client=1, model=nets[1])
+    assert [p.shape[0] for p in mine.module.network.parameters()] == [5, 5, 10, 10]
+    again = fedstill.resume(tmp_path / "run", rounds=2, models=nets)
+    assert again.summary["rounds"] == 2
+
+
+# --- sites ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_site_trains_the_network_it_was_dealt_or_its_own_and_no_weights_leave_it(tmp_path: Path) -> None:
+    wire = Wire(tmp_path)
+    policy = Policy(allow=("fedproto",))
+    own = {"south": LocalInputs(model="cnn")}
+    wire.sites = {name: Site(tmp_path / name, own.get(name, LocalInputs()), policy) for name in NAMES}
+    models, options = ["mlp", "mlp", "resnet8"], {"feature_size": 8}
+    result = served(wire, tmp_path / "run", "fedproto", rounds=1, models=models, model_options=options, fraction=0.02)
+    assert result.summary["dropped"] == 0
+    networks = [fedstill.load(tmp_path / name).description.network for name in NAMES]
+    assert networks == ["mlp", "cnn", "resnet8"]
+    assert result.summary["bytes_up"] == 3 * 4 * (10 * 8 + 10)
+
+
+def test_over_a_network_weights_need_one_network(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="over a network fedavg needs one network"):
+        served(Wire(tmp_path), tmp_path / "run", "fedavg", models=["mlp", "cnn"])
+
+
+def test_a_site_opens_no_file_that_a_server_names_as_a_network(tmp_path: Path) -> None:
+    config = resolve({"method": "local", "models": ["evil.py:net", "mlp"]})
+    with pytest.raises(Exception, match="no name but a file"):
+        LocalInputs().config(config.toml())

@@ -1,0 +1,121 @@
+"""All methods for clients with different networks on Fashion-MNIST, over some seeds: which does what, at what cost?
+
+    python tools/different_networks.py --out runs/networks --data-dir DATA
+    python tools/different_networks.py --out runs/networks --table      # the table of what is there
+
+Three networks, dealt to 12 clients in turn, with features of one size; data, clients of a round, initial weights and
+the server's samples are the same for every method. Every run has its directory: interrupted, the same command goes on
+where it stopped. The runs of a seed are carried out before those of the next, and table.md is written after every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import fedstill
+from fedstill.core.files import write_atomic
+from fedstill.metrics.statistics import spread
+
+NETWORKS = ["lenet5", "cnn", "resnet8"]
+SETTINGS: dict[str, Any] = {
+    "data": "fashion-mnist",
+    "models": NETWORKS,
+    "model_options": {"feature_size": 64},
+    "clients": 12,
+    "participation": 1.0,
+    "partition": "dirichlet",
+    "alpha": 0.1,
+    "fraction": 0.1,
+    "pool": 0.1,
+    "proxy": "pool",
+    "rounds": 20,
+    "epochs": 2,
+    "batch_size": 32,
+    "optimizer": "adam",
+    "lr": 0.001,
+    "eval_every": 0,
+    "engine": "inline",
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "local": {},
+    "feddistill": {},
+    "fedmd": {"average_weights": False},
+    "fedproto": {},
+    "fedtgp": {},
+    "fml": {},
+    "fedkd": {"T_rounds": 20},
+    "lg-fedavg": {},
+    "fedavg": {},
+    "feddf": {"server_steps": 50},
+    "lkd": {"server_epochs": 5},
+    "fedhyb": {"variant": "3"},
+}
+COLUMNS = {  # in per cent
+    "test set": "final_accuracy",
+    "own tests": "final_local_accuracy",
+    "AMP": "final_amp",
+    "WLP": "final_wlp",
+}
+
+
+def place(out: Path, method: str, seed: int) -> Path:
+    return out / f"{method}-{seed}"
+
+
+def carry_out(out: Path, method: str, seed: int, data_dir: str) -> None:
+    """Run, or go on with, one method on one seed; nothing if it is done."""
+    path = place(out, method, seed)
+    if (path / "summary.json").is_file():
+        return
+    if (path / "config.toml").is_file():
+        fedstill.resume(path)
+        return
+    fedstill.run(method, **SETTINGS, seed=seed, data_dir=data_dir, hyper=METHODS[method], out=path)
+
+
+def table(out: Path, seeds: Sequence[int]) -> str:
+    """A line for each method: mean and standard deviation over the seeds that are there."""
+    heads = [*COLUMNS, *(f"test set, {name}" for name in NETWORKS), "MB down", "MB up", "seconds", "seeds"]
+    lines = [f"| method | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for method in METHODS:
+        files = [place(out, method, seed) / "summary.json" for seed in seeds]
+        found = [json.loads(file.read_text()) for file in files if file.is_file()]
+        if not found:
+            continue
+        cells = [_shown([s[name] for s in found], 100) for name in COLUMNS.values()]
+        cells += [_shown([s["groups"][name]["final_accuracy"] for s in found], 100) for name in NETWORKS]
+        cells += [_shown([s[name] for s in found], 1e-6) for name in ("bytes_down", "bytes_up")]
+        cells += [f"{sum(s['seconds'] for s in found) / len(found):.0f}", str(len(found))]
+        lines.append(f"| `{method}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(values: Sequence[float | None], factor: float) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    found = spread(known)
+    return f"{factor * found.mean:.1f}" + (f" ± {factor * found.std:.1f}" if found.n > 1 else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data-dir", default="")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    for seed in [] if given.table else given.seeds:
+        for method in METHODS:
+            carry_out(given.out, method, seed, given.data_dir)
+            write_atomic(given.out / "table.md", table(given.out, given.seeds))
+    print(table(given.out, given.seeds))
+
+
+if __name__ == "__main__":
+    main()

@@ -24,6 +24,7 @@ from fedstill.building.topology import (
 from fedstill.core.errors import SettingError
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation
+from fedstill.data.validation import hold_out
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.metrics.records import Majority
@@ -80,7 +81,7 @@ def prepare(
         found = replace(found, dataset=sized(found.dataset, wanted_size(config)))
     else:
         found = sized(found, wanted_size(config))
-    federation = divide(config, found)
+    federation = hold_out(divide(config, found), config.validation, config.seed)
     if not elsewhere:
         federation, notes = standardise(config, federation)
     task = make_task(config, federation, method, model, proxy)

@@ -19,7 +19,7 @@ from fedstill.cli.consent import (
     on_terminal,
     policy_of,
 )
-from fedstill.cli.options import COLUMNS, LEARNING, Callbacks, Out, Set
+from fedstill.cli.options import CHOOSING, COLUMNS, LEARNING, Callbacks, Out, Set
 from fedstill.cli.settings import Settings, with_settings
 
 Ca = Annotated[Path | None, typer.Option(help="The certificate by which the server is known: its ca.pem.")]
@@ -51,7 +51,7 @@ OwnPretrained = Annotated[
 ]
 
 
-@with_settings("data", "data_dir", *COLUMNS, *LEARNING, "device", "eval_every", "metrics")
+@with_settings("data", "data_dir", *COLUMNS, *LEARNING, *CHOOSING, "device", "eval_every", "metrics")
 def serve(
     method: Annotated[str, typer.Argument(help="A method from 'fedstill methods', or a config.toml.")],
     keys: Annotated[Path, typer.Option(help="The directory with the server's certificate and the sites' public keys.")],

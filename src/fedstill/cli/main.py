@@ -16,6 +16,7 @@ from fedstill.cli import board, cache, columns, figures, inference, keys, machin
 from fedstill.cli.consent import TrustCode, ask, on_terminal
 from fedstill.cli.failure import Halted, one_line
 from fedstill.cli.options import (
+    CHOOSING,
     COLUMNS,
     FEDERATION,
     LEARNING,
@@ -77,7 +78,7 @@ def demo(
 
 
 @app.command(rich_help_panel="Train")
-@with_settings(*FEDERATION, *LEARNING, *LOCAL)
+@with_settings(*FEDERATION, *LEARNING, *CHOOSING, *LOCAL)
 def run(
     method: Annotated[str, typer.Argument(help="A method from 'fedstill methods', file.py:Class, or a config.toml.")],
     settings: Settings,
@@ -105,7 +106,7 @@ def run(
 
 
 @app.command(rich_help_panel="Train")
-@with_settings(*FEDERATION, *LEARNING, *LOCAL, "target_accuracy")
+@with_settings(*FEDERATION, *LEARNING, *CHOOSING, *LOCAL, "target_accuracy")
 def compare(
     methods: Annotated[list[str], typer.Argument(help="Methods from 'fedstill methods', or file.py:Class.")],
     settings: Settings,

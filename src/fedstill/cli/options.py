@@ -14,6 +14,7 @@ COLUMNS = ("target", "text_column", "label_column", "client_column")
 FEDERATION = ("data", "data_dir", *COLUMNS, "partition", "alpha", "clients", "regions")
 LEARNING = ("participation", "rounds", "epochs", "batch_size", "lr", "model", "seed")
 LOCAL = ("workers", "engine", "device", "eval_every", "metrics")
+CHOOSING = ("validation", "select", "restore_best", "patience")
 
 DataDir = Annotated[str | None, option("data_dir")]
 Device = Annotated[str | None, option("device")]

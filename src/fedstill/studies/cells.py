@@ -29,6 +29,7 @@ from fedstill.running import api, files
 from fedstill.running.callbacks import Callback, RunView, by_name
 from fedstill.running.directory import RunDirectory
 from fedstill.running.machine import check_engine, cores, one_thread
+from fedstill.running.monitors import selection
 from fedstill.running.places import check_result, stopped_by
 
 log = logging.getLogger(__name__)
@@ -88,10 +89,14 @@ class Cell:
         return self.config.rounds
 
     @property
+    def _hearing(self) -> list[Callback]:
+        return [*selection(self.config), *self.callbacks]
+
+    @property
     def finished(self) -> bool:
         """Whether all rounds are done, or one of its callbacks has stopped it."""
         done = self.rounds_done()
-        return done == self.config.rounds or (done is not None and stopped_by(self.path) in by_name(self.callbacks))
+        return done == self.config.rounds or (done is not None and stopped_by(self.path) in by_name(self._hearing))
 
 
 def other_settings(there: Config, wanted: Config) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
+from fedstill.core.space import Search
 from fedstill.distill.stage import match_probabilities, mean_logits
 from fedstill.methods.base import Server, Uplink
 from fedstill.methods.server_side import Distilling
@@ -23,7 +24,7 @@ class FedDF(Distilling):
     training: ClassVar[LocalTraining] = LocalTraining(optimizer="adam", cosine=True)
 
     server_steps: Annotated[int, Ge(0), "distillation steps a round"] = 200
-    server_lr: Annotated[float, Gt(0), "learning rate (Adam, falling along a cosine)"] = 1e-3
+    server_lr: Annotated[float, Gt(0), Search("log:1e-4..1e-2"), "learning rate (Adam, falling along a cosine)"] = 1e-3
 
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         if self.server_steps == 0:

@@ -27,6 +27,16 @@ _SMALLER_IS_BETTER = ("loss", "fm")
 _OF_THE_TEST_SET = ("accuracy", "loss", "per_class")
 
 
+def usual_mode(metric: str) -> Mode:
+    """Whether the smallest or the largest number of this name is the best.
+
+    >>> usual_mode("val_loss"), usual_mode("val_amp")
+    ('min', 'max')
+    """
+    last = metric.rpartition(".")[2]
+    return "min" if last.endswith(_SMALLER_IS_BETTER) or lower_is_better(last) else "max"
+
+
 class _Best(Callback):
     """Keeps the best value of a metric, and its round."""
 
@@ -36,9 +46,7 @@ class _Best(Callback):
         if not min_delta >= 0:
             raise SettingError(f"min_delta = {min_delta!r}: at least 0")
         self.metric, self.min_delta = metric, min_delta
-        last = metric.rpartition(".")[2]
-        smaller = last.endswith(_SMALLER_IS_BETTER) or lower_is_better(last)
-        self.mode: Mode = mode or ("min" if smaller else "max")
+        self.mode: Mode = mode or usual_mode(metric)
         self.best: float | None = None
         self.best_round = 0
 

@@ -19,7 +19,7 @@ from fedstill.building.config import IRRELEVANT, Config, anchored
 from fedstill.building.data import data_source, load_data
 from fedstill.building.setup import prepare
 from fedstill.core.device import CPU, find
-from fedstill.core.errors import DataError, FedstillError, SettingError
+from fedstill.core.errors import DataError, Diverged, FedstillError, SettingError
 from fedstill.core.files import read_json
 from fedstill.core.processes import die_with_parent
 from fedstill.data.dataset import Dataset
@@ -31,6 +31,7 @@ from fedstill.running.directory import RunDirectory
 from fedstill.running.machine import check_engine, cores, one_thread
 from fedstill.running.monitors import selection
 from fedstill.running.places import check_result, stopped_by
+from fedstill.running.uplinks import TooFewClients
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +147,14 @@ class Watcher:
     def finished(self, cell: Cell) -> None: ...
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Why a run did not end."""
+
+    reason: str
+    diverged: bool = False  # by its settings: trying again would come to the same
+
+
 def run_cells(cells: Sequence[Cell], *, jobs: int = 0, watcher: Watcher | None = None) -> None:
     """Run the cells that are not finished, as many at a time as there are cores; each then has one worker.
 
@@ -153,14 +162,26 @@ def run_cells(cells: Sequence[Cell], *, jobs: int = 0, watcher: Watcher | None =
 
     A cell that fails does not keep the others from ending; it is named when they have.
     """
+    raise_first(try_cells(cells, jobs=jobs, watcher=watcher))
+
+
+def raise_first(failed: Mapping[Path, Failure]) -> None:
+    """Raise the first of some failures."""
+    for path, failure in failed.items():
+        others = f" ({len(failed)} runs failed)" if len(failed) > 1 else ""
+        raise FedstillError(f"{path}: {failure.reason}{others}; the others are finished")
+
+
+def try_cells(cells: Sequence[Cell], *, jobs: int = 0, watcher: Watcher | None = None) -> dict[Path, Failure]:
+    """The same; which cells failed, and why."""
     watcher, todo = watcher or Watcher(), [cell for cell in cells if not cell.finished]
     if not todo:
-        return
+        return {}
     on_gpu = any(find(cell.config.device) != CPU for cell in todo)
     jobs = min(jobs or (1 if on_gpu else cores()), len(todo))
     workers = max(1, cores() // jobs)
     running: dict[Connection, tuple[Any, Cell]] = {}
-    failed: dict[Path, str] = {}
+    failed: dict[Path, Failure] = {}
     waiting = list(reversed(todo))
     try:
         while waiting or running:
@@ -180,14 +201,11 @@ def run_cells(cells: Sequence[Cell], *, jobs: int = 0, watcher: Watcher | None =
             process.terminate()
         for process, _ in running.values():
             process.join()
-    if failed:
-        path, reason = next(iter(failed.items()))
-        others = f" ({len(failed)} runs failed)" if len(failed) > 1 else ""
-        raise FedstillError(f"{path}: {reason}{others}; the others are finished")
+    return failed
 
 
 def _hear(
-    pipe: Connection, running: dict[Connection, tuple[Any, Cell]], failed: dict[Path, str], watcher: Watcher
+    pipe: Connection, running: dict[Connection, tuple[Any, Cell]], failed: dict[Path, Failure], watcher: Watcher
 ) -> None:
     """One message of a run, or its end."""
     process, cell = running[pipe]
@@ -198,11 +216,11 @@ def _hear(
         pipe.close()
         del running[pipe]
         if process.exitcode and cell.path not in failed:
-            failed[cell.path] = f"its process ended with code {process.exitcode}"
+            failed[cell.path] = Failure(f"its process ended with code {process.exitcode}")
         watcher.finished(cell)
         return
     if "error" in message:
-        failed[cell.path] = message["error"]
+        failed[cell.path] = Failure(message["error"], message["diverged"])
     else:
         watcher.round_done(cell, message["round"])
 
@@ -233,6 +251,9 @@ def _one(cell: Cell, workers: int, pipe: Connection, parent: int) -> None:
                 api.run_config(cell.config.model_copy(update=update), cell.path, force=again, **more)
             else:
                 api.resume(cell.path, rounds=cell.config.rounds, device=cell.config.device, **more)
+    except (Diverged, TooFewClients) as error:
+        tell({"error": str(error), "diverged": True})
     except Exception as error:
         log.exception("%s", cell.path)
-        tell({"error": str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)})
+        text = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
+        tell({"error": text, "diverged": False})

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedstill.analysis.comparing import Comparison, compare
     from fedstill.analysis.listings import Partition, list_methods, list_presets, list_settings, partition
     from fedstill.analysis.reproducing import Reproduction, reproduce
+    from fedstill.analysis.tuning import Tuning, tune
     from fedstill.building.schema import Config
     from fedstill.core.errors import DataError, FedstillError, SettingError
     from fedstill.core.table import Table
@@ -59,6 +60,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "fedstill.aggregate.mean": ("weighted_mean",),
     "fedstill.analysis.comparing": ("Comparison", "compare"),
+    "fedstill.analysis.tuning": ("Tuning", "tune"),
     "fedstill.analysis.listings": ("Partition", "list_methods", "list_presets", "list_settings", "partition"),
     "fedstill.analysis.reproducing": ("Reproduction", "reproduce"),
     "fedstill.building.schema": ("Config",),
@@ -140,6 +142,7 @@ __all__ = [
     "TableSettings",
     "Task",
     "TensorBoard",
+    "Tuning",
     "Uplink",
     "Wire",
     "compare",
@@ -162,6 +165,7 @@ __all__ = [
     "reproduce",
     "resume",
     "run",
+    "tune",
     "weighted_mean",
 ]
 

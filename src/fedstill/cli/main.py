@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fedstill.cli import board, cache, columns, figures, inference, keys, machines, privacy
+from fedstill.cli import tune as tuning
 from fedstill.cli.consent import TrustCode, ask, on_terminal
 from fedstill.cli.failure import Halted, one_line
 from fedstill.cli.options import (
@@ -31,6 +32,7 @@ from fedstill.cli.options import (
     Set,
     Sweep,
     TensorBoard,
+    Tuned,
 )
 from fedstill.cli.settings import Settings, with_settings
 from fedstill.core import trust
@@ -117,6 +119,7 @@ def compare(
     set_: Set = None,
     force: Force = False,
     callback: Callbacks = None,
+    tuned: Tuned = None,
     as_: As = "table",
 ) -> None:
     """Train several methods on the same clients, schedule and initial weights; end in a table and a picture.
@@ -129,8 +132,11 @@ def compare(
     """
     _commands("compare").compare(
         methods, settings, set_ or [], seeds=seeds, sweeps=sweep or [], jobs=jobs, out=out, force=force, as_=as_,
-        callbacks=callback or [],
+        callbacks=callback or [], tuned=tuned,
     )  # fmt: skip
+
+
+app.command(rich_help_panel="Train")(tuning.tune)
 
 
 @app.command(rich_help_panel="Train")

@@ -51,6 +51,10 @@ Callbacks = Annotated[
         rich_help_panel=RUNNING,
     ),
 ]
+Tuned = Annotated[
+    Path | None,
+    typer.Option(help="Folder of 'fedstill tune': each method with the settings that won there.", show_default=False),
+]
 DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Print the complete configuration as TOML, which reproduces the run."),

@@ -27,6 +27,10 @@ log.txt             what happened when
 A folder of several runs, as `fedstill compare` makes, also has:
 
 comparison.json     every number of the comparison, its runs in the order of its tables
+
+and one that `fedstill tune` makes, with a folder for each method and its trials:
+
+tuning.json         every trial, its settings and what it came to; the winners
 """
 
 from __future__ import annotations
@@ -58,6 +62,7 @@ COUNTS = "counts.json"
 RECEIVED = "received.jsonl"
 LOG = "log.txt"
 COMPARISON = "comparison.json"  # beside run directories
+TUNING = "tuning.json"  # beside the folders of trials
 
 INPUTS = (TOKENIZER, PREPROCESSING, FROZEN)  # written before the first round
 RESULTS = (SUMMARY, CLIENTS, MODEL, DESCRIPTION, CURVES)  # written at the end

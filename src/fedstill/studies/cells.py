@@ -233,6 +233,19 @@ class _Tell(Callback):
         self._tell({"round": record["round"]})
 
 
+def carry_out(cell: Cell, workers: int = 1, more: Sequence[Callback] = ()) -> None:
+    """Begin a run, or go on with it, in this process."""
+    given: dict[str, Any] = {**cell.own, "callbacks": [*cell.callbacks, *more]}
+    with one_thread():
+        if cell.rounds_done() is None:
+            update: dict[str, Any] = {"workers": workers}
+            if again := (cell.path / files.CONFIG).is_file():
+                update |= keeping(RunDirectory.open(cell.path, lock=False).config(replaced=cell.own), cell.config)
+            api.run_config(cell.config.model_copy(update=update), cell.path, force=again, **given)
+        else:
+            api.resume(cell.path, rounds=cell.config.rounds, device=cell.config.device, **given)
+
+
 def _one(cell: Cell, workers: int, pipe: Connection, parent: int) -> None:
     """A process that carries out one run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
@@ -241,16 +254,8 @@ def _one(cell: Cell, workers: int, pipe: Connection, parent: int) -> None:
     def tell(message: dict[str, Any]) -> None:
         pipe.send_bytes(json.dumps(message).encode())
 
-    more: dict[str, Any] = {**cell.own, "callbacks": [*cell.callbacks, _Tell(tell)]}
     try:
-        with one_thread():
-            if cell.rounds_done() is None:
-                update: dict[str, Any] = {"workers": workers}
-                if again := (cell.path / files.CONFIG).is_file():
-                    update |= keeping(RunDirectory.open(cell.path, lock=False).config(replaced=cell.own), cell.config)
-                api.run_config(cell.config.model_copy(update=update), cell.path, force=again, **more)
-            else:
-                api.resume(cell.path, rounds=cell.config.rounds, device=cell.config.device, **more)
+        carry_out(cell, workers, [_Tell(tell)])
     except (Diverged, TooFewClients) as error:
         tell({"error": str(error), "diverged": True})
     except Exception as error:

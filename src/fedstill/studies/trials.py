@@ -13,6 +13,7 @@ from fedstill.core.space import Range, Space
 from fedstill.running.monitors import usual_mode
 
 Sampler = Literal["tpe", "random", "grid"]
+FEWEST = 4  # trials from which it can be said what matters
 SAMPLERS: tuple[Sampler, ...] = ("tpe", "random", "grid")
 
 
@@ -149,15 +150,23 @@ class Search:
     def _by_progress(self) -> list[Trial]:
         return sorted(self.trials, key=lambda trial: trial.rounds_run)  # of those with the same runs, the last counts
 
+    @property
+    def compared_after(self) -> int:
+        """The first round after which trials were compared: of all that did not fail there is a value."""
+        return min((round_ for trial in self.trials for round_ in trial.values), default=self.rounds)
+
     def importances(self) -> dict[str, float]:
-        """How much of the objective's spread each setting explains (fANOVA), of the trials that went to the end."""
-        optuna, found = import_optuna(), self.complete
-        if len(found) < 4 or len({self.better(trial)[0] for trial in found}) < 2:
+        """How much of the objective's spread, after `compared_after` rounds, each setting explains (fANOVA)."""
+        optuna, round_ = import_optuna(), self.compared_after
+        found = {trial.number: trial for trial in self.trials if round_ in trial.values and trial.same_as is None}
+        if len(found) < FEWEST or len({self.better(trial, round_)[0] for trial in found.values()}) < 2:
             return {}
         study = optuna.create_study(direction="maximize")
-        for trial in found:
+        for trial in found.values():
             drawn = optuna.trial.create_trial(
-                params=trial.settings, distributions=distributions(optuna, self.space), value=self.better(trial)[0]
+                params=trial.settings,
+                distributions=distributions(optuna, self.space),
+                value=self.better(trial, round_)[0],
             )
             study.add_trial(drawn)
         evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)

@@ -1,7 +1,7 @@
 """The search for a method's settings, judged by validation data alone.
 
-Trials come in groups. With halving, a group runs for a few rounds, its best third goes on from there, and the best
-third of those to the end: a run that is resumed has the same bits, so nothing is run twice. The sampler (Optuna's)
+Trials come in groups. With halving, each trial runs for a few rounds, goes on from there if it is among the best third
+so far, and then once more: a run that is resumed has the same bits, so nothing is run twice. The sampler (Optuna's)
 hears of a group when it is done, and its draws depend on the seed and on what it heard. A search that was killed is
 therefore just asked again: it draws the same trials, and finds their runs in their directories.
 """
@@ -121,7 +121,7 @@ def _run_group(
 ) -> None:
     """Run a group to its first rung, the better ones of it to the next, and so on."""
     alive = list(group)
-    for i, rounds in enumerate(rungs):
+    for rounds in rungs:
         cells = {trial.number: _cells(trial, rounds, configure, search.terms.seeds, callbacks) for trial in alive}
         todo = {cell.path: cell for of_trial in cells.values() for cell in of_trial}
         known = {trial.number: _known_failure(trial) for trial in alive}
@@ -134,10 +134,15 @@ def _run_group(
             if reasons:
                 write_json(trial.path / FAILED, {"reason": trial.failed})
             _measure(search, trial, rounds, cells[trial.number])
-        alive = [trial for trial in alive if not trial.failed]
-        if i + 1 < len(rungs):
-            kept = math.ceil(len(alive) / search.terms.halving)
-            alive = sorted(alive, key=lambda t: (search.better(t, rounds), -t.number), reverse=True)[:kept]
+        alive = _promoted(search, [trial for trial in alive if not trial.failed], rounds)
+
+
+def _promoted(search: Search, group: Sequence[Trial], rounds: int) -> list[Trial]:
+    """Those of a group that are in the best third of all trials, of earlier groups too, that went so far."""
+    everyone = [trial for trial in search.trials if rounds in trial.values] + list(group)
+    best = sorted(everyone, key=lambda trial: (search.better(trial, rounds), -trial.number), reverse=True)
+    kept = {trial.number for trial in best[: math.ceil(len(best) / max(1, search.terms.halving))]}
+    return [trial for trial in group if trial.number in kept]
 
 
 FAILED = "failed.json"  # in a trial's folder: why its settings cannot be trained with

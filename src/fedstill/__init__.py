@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fedstill.running.progress import Progress
     from fedstill.running.result import Result
     from fedstill.running.tensorboard import TensorBoard
+    from fedstill.running.trackers import MLflow, Tracker, Trackio, WandB
     from fedstill.train.client import Client
     from fedstill.train.loop import Objective
     from fedstill.train.losses import kl
@@ -94,6 +95,7 @@ _HOMES = {
     "fedstill.running.progress": ("Progress",),
     "fedstill.running.result": ("Result",),
     "fedstill.running.tensorboard": ("TensorBoard",),
+    "fedstill.running.trackers": ("MLflow", "Tracker", "Trackio", "WandB"),
     "fedstill.train.client": ("Client",),
     "fedstill.train.loop": ("Objective",),
     "fedstill.train.losses": ("kl",),
@@ -119,6 +121,7 @@ __all__ = [
     "FedstillError",
     "Kind",
     "LocalTraining",
+    "MLflow",
     "Method",
     "Modifier",
     "Objective",
@@ -142,8 +145,11 @@ __all__ = [
     "TableSettings",
     "Task",
     "TensorBoard",
+    "Tracker",
+    "Trackio",
     "Tuning",
     "Uplink",
+    "WandB",
     "Wire",
     "compare",
     "compose",

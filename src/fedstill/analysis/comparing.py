@@ -35,6 +35,7 @@ from fedstill.running.monitors import CSVLog
 from fedstill.running.places import check_place
 from fedstill.running.progress import in_notebook
 from fedstill.running.tensorboard import TensorBoard
+from fedstill.running.trackers import placed
 from fedstill.studies.cells import Cell, Watcher, check, run_cells
 from fedstill.studies.comparison import Row, combinations, grid
 from fedstill.studies.progress import AllRuns
@@ -257,12 +258,12 @@ def plan(
             raise SettingError(f"{kind}({str(callback.given)!r}): all runs would write there; {kind}() writes in each")
     if not_swept := {key for point in sweep for key in point} & _NOT_SWEPT.keys():
         raise SettingError(f"sweep of {min(not_swept)}: {_NOT_SWEPT[min(not_swept)]}")
-    cells = {}
+    cells, heard = {}, placed(callbacks, folder)
     for method, i, s in combinations(methods, sweep, seeds):
         config, own = configure(method, sweep[i], s)
         swept_as = (f"{k}{v}".replace("/", "-") for k, v in sweep[i].items())
         name = [slug(method), *swept_as, *([f"s{config.seed}"] if seeds > 1 else [])]
-        cells[method, i, s] = Cell(folder / "-".join(name), config, own, callbacks)
+        cells[method, i, s] = Cell(folder / "-".join(name), config, own, heard)
     if len({cell.path for cell in cells.values()}) < len(cells):
         raise SettingError("two of these runs would have the same directory")
     return cells

@@ -33,6 +33,7 @@ from fedstill.running.api import configure
 from fedstill.running.callbacks import Callback, check_callbacks
 from fedstill.running.directory import without_nan
 from fedstill.running.progress import in_notebook
+from fedstill.running.trackers import placed
 from fedstill.studies.cells import Cell, check
 from fedstill.studies.progress import AllRuns
 from fedstill.studies.trials import Sampler, Search, Terms, Trial
@@ -243,6 +244,7 @@ def run_tuning(
 ) -> Tuning:
     """Search every method with the same budget, write the winners down, and test them once."""
     check_callbacks(callbacks)
+    callbacks = placed(callbacks, folder)
     for method, space in spaces.items():
         _check_space(method, space, configure, folder / slug(method))
 

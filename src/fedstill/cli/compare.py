@@ -45,6 +45,7 @@ def compare(
     force: bool,
     as_: Format,
     callbacks: Sequence[str] = (),
+    trackers: Sequence[str] = (),
     tuned: Path | None = None,
 ) -> None:
     if len(set(methods)) < len(methods):
@@ -64,7 +65,7 @@ def compare(
 
     if sweep[0]:
         log.warning(SWEPT)
-    cells = plan(methods, configure, sweep, seeds, folder, own_callbacks(callbacks))
+    cells = plan(methods, configure, sweep, seeds, folder, own_callbacks(callbacks, trackers))
     title = "" if sweep[0] else title_of(first).removesuffix(f", seed {first.seed}") + f", {seeds} seeds"
     try:
         found = run_comparison(

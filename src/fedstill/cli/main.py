@@ -31,10 +31,10 @@ from fedstill.cli.options import (
     Out,
     Set,
     Sweep,
-    TensorBoard,
     Tuned,
 )
 from fedstill.cli.settings import Settings, with_settings
+from fedstill.cli.tracking import Trackers, with_trackers
 from fedstill.core import trust
 from fedstill.core.errors import FedstillError
 
@@ -81,6 +81,7 @@ def demo(
 
 @app.command(rich_help_panel="Train")
 @with_settings(*FEDERATION, *LEARNING, *CHOOSING, *LOCAL)
+@with_trackers
 def run(
     method: Annotated[str, typer.Argument(help="A method from 'fedstill methods', file.py:Class, or a config.toml.")],
     settings: Settings,
@@ -88,7 +89,7 @@ def run(
     set_: Set = None,
     force: Force = False,
     dry_run: DryRun = False,
-    tensorboard: TensorBoard = False,
+    trackers: Trackers = (),
     callback: Callbacks = None,
 ) -> None:
     """Train one federation.
@@ -102,13 +103,14 @@ def run(
     Settings come from flags, then the file, then defaults.
     """
     _commands().run(
-        method, settings, set_ or [], out=out, force=force, dry_run=dry_run, tensorboard=tensorboard,
+        method, settings, set_ or [], out=out, force=force, dry_run=dry_run, trackers=trackers,
         callbacks=callback or [],
     )  # fmt: skip
 
 
 @app.command(rich_help_panel="Train")
 @with_settings(*FEDERATION, *LEARNING, *CHOOSING, *LOCAL, "target_accuracy")
+@with_trackers
 def compare(
     methods: Annotated[list[str], typer.Argument(help="Methods from 'fedstill methods', or file.py:Class.")],
     settings: Settings,
@@ -119,6 +121,7 @@ def compare(
     set_: Set = None,
     force: Force = False,
     callback: Callbacks = None,
+    trackers: Trackers = (),
     tuned: Tuned = None,
     as_: As = "table",
 ) -> None:
@@ -132,7 +135,7 @@ def compare(
     """
     _commands("compare").compare(
         methods, settings, set_ or [], seeds=seeds, sweeps=sweep or [], jobs=jobs, out=out, force=force, as_=as_,
-        callbacks=callback or [], tuned=tuned,
+        callbacks=callback or [], tuned=tuned, trackers=trackers,
     )  # fmt: skip
 
 
@@ -140,16 +143,17 @@ app.command(rich_help_panel="Train")(tuning.tune)
 
 
 @app.command(rich_help_panel="Train")
+@with_trackers
 def resume(
     directory: Annotated[Path, typer.Argument(help="The directory of a run that was interrupted.")],
     rounds: Annotated[int | None, typer.Option(help="Go on to this round, also after the run had ended.")] = None,
     device: Annotated[str | None, typer.Option(help="Go on here: cpu, cuda, cuda:1 and so on, or auto.")] = None,
-    tensorboard: TensorBoard = False,
+    trackers: Trackers = (),
     callback: Callbacks = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Continue a run after any interruption; the result is the same, bit for bit."""
-    _commands().resume(directory, rounds, device=device, tensorboard=tensorboard, callbacks=callback or [])
+    _commands().resume(directory, rounds, device=device, trackers=trackers, callbacks=callback or [])
 
 
 @app.command(rich_help_panel="Train")

@@ -39,9 +39,6 @@ Out = Annotated[
     typer.Option(help=r"Run directory. \[runs/METHOD-DATA-…]", show_default=False, rich_help_panel=RUNNING),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a run directory that exists.", rich_help_panel=RUNNING)]
-TensorBoard = Annotated[
-    bool, typer.Option("--tensorboard", help="Also write events for TensorBoard.", rich_help_panel=RUNNING)
-]
 Callbacks = Annotated[
     list[str] | None,
     typer.Option(

@@ -9,11 +9,13 @@ import typer
 
 from fedstill.cli.options import FEDERATION, LEARNING, LOCAL, As, Callbacks, Out, Set
 from fedstill.cli.settings import Settings, with_settings
+from fedstill.cli.tracking import Trackers, with_trackers
 
 _SEARCH = "Search"
 
 
 @with_settings(*FEDERATION, *LEARNING, "validation", *LOCAL)
+@with_trackers
 def tune(
     methods: Annotated[
         list[str],
@@ -64,6 +66,7 @@ def tune(
     out: Out = None,
     set_: Set = None,
     callback: Callbacks = None,
+    trackers: Trackers = (),
     as_: As = "table",
 ) -> None:
     """Search methods' settings by validation data, with one budget for each, then test the winners once.
@@ -88,5 +91,5 @@ def tune(
     )
     importlib.import_module("fedstill.cli.tuning").tune(
         methods, settings, set_ or [], spaces=space or [], terms=terms, test_seeds=test_seeds, jobs=jobs, out=out,
-        as_=as_, callbacks=callback or [],
+        as_=as_, callbacks=callback or [], trackers=trackers,
     )  # fmt: skip

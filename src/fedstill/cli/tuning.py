@@ -29,6 +29,7 @@ def tune(
     out: Path | None,
     as_: Format,
     callbacks: Sequence[str] = (),
+    trackers: Sequence[str] = (),
 ) -> None:
     file: dict[str, Any] = {}
     if any(map(is_config_file, methods)):
@@ -57,7 +58,7 @@ def tune(
     )
     try:
         found = run_tuning(
-            found_spaces, configure, folder, terms, test_seeds=test_seeds, callbacks=own_callbacks(callbacks),
+            found_spaces, configure, folder, terms, test_seeds=test_seeds, callbacks=own_callbacks(callbacks, trackers),
             jobs=jobs, console=console if as_ == "table" else None,
         )  # fmt: skip
     except KeyboardInterrupt as error:

@@ -19,6 +19,7 @@ models/             the global model after some of the rounds, if the run was to
 teachers/           the regions' models at each episode's end, if the run was to save them
 checkpoints/        the last rounds' server state (keep_checkpoints), the clients' own, and an index with their digests
 tensorboard/        events for TensorBoard, if they were asked for
+wandb/              files for Weights & Biases, if they were asked for
 run.json            the run's number and its sites, if its clients are elsewhere
 counts.json         the numbers of samples that each of them reported when it joined
 received.jsonl      what each of them sent, and its digest
@@ -57,6 +58,7 @@ MODELS = "models"
 TEACHERS = "teachers"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
+MLFLOW = "mlruns"  # beside run directories, if MLflow is to write there
 SERVED = "run.json"
 COUNTS = "counts.json"
 RECEIVED = "received.jsonl"

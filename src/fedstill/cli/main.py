@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedstill.cli import board, cache, columns, figures, inference, keys, machines, privacy
+from fedstill.cli import advise, board, cache, columns, figures, inference, keys, machines, privacy
 from fedstill.cli import tune as tuning
 from fedstill.cli.consent import TrustCode, ask, on_terminal
 from fedstill.cli.failure import Halted, one_line
@@ -364,6 +364,7 @@ def partition(
 
 
 app.add_typer(figures.app, name="figure", rich_help_panel="Look")
+app.command(name="advise", rich_help_panel="Look")(advise.advise)
 app.command(name="cache", rich_help_panel="Look")(cache.cache)
 app.command(name="privacy", rich_help_panel="Look")(privacy.privacy)
 app.command(name="columns", rich_help_panel="Look")(columns.columns)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedstill.analysis.comparing import Comparison, compare
     from fedstill.analysis.listings import Partition, list_methods, list_presets, list_settings, partition
     from fedstill.analysis.reproducing import Reproduction, reproduce
+    from fedstill.analysis.tuning import Tuning, tune
     from fedstill.building.schema import Config
     from fedstill.core.errors import DataError, FedstillError, SettingError
     from fedstill.core.table import Table
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from fedstill.running.progress import Progress
     from fedstill.running.result import Result
     from fedstill.running.tensorboard import TensorBoard
+    from fedstill.running.trackers import MLflow, Tracker, Trackio, WandB
     from fedstill.studies.audit import Audit, audit
     from fedstill.train.client import Client
     from fedstill.train.loop import Objective
@@ -60,6 +62,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "fedstill.aggregate.mean": ("weighted_mean",),
     "fedstill.analysis.comparing": ("Comparison", "compare"),
+    "fedstill.analysis.tuning": ("Tuning", "tune"),
     "fedstill.analysis.listings": ("Partition", "list_methods", "list_presets", "list_settings", "partition"),
     "fedstill.analysis.reproducing": ("Reproduction", "reproduce"),
     "fedstill.building.schema": ("Config",),
@@ -93,6 +96,7 @@ _HOMES = {
     "fedstill.running.progress": ("Progress",),
     "fedstill.running.result": ("Result",),
     "fedstill.running.tensorboard": ("TensorBoard",),
+    "fedstill.running.trackers": ("MLflow", "Tracker", "Trackio", "WandB"),
     "fedstill.studies.audit": ("Audit", "audit"),
     "fedstill.train.client": ("Client",),
     "fedstill.train.loop": ("Objective",),
@@ -120,6 +124,7 @@ __all__ = [
     "FedstillError",
     "Kind",
     "LocalTraining",
+    "MLflow",
     "Method",
     "Modifier",
     "Objective",
@@ -143,7 +148,11 @@ __all__ = [
     "TableSettings",
     "Task",
     "TensorBoard",
+    "Tracker",
+    "Trackio",
+    "Tuning",
     "Uplink",
+    "WandB",
     "Wire",
     "audit",
     "compare",
@@ -166,6 +175,7 @@ __all__ = [
     "reproduce",
     "resume",
     "run",
+    "tune",
     "weighted_mean",
 ]
 

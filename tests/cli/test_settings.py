@@ -22,7 +22,7 @@ from fedstill.methods.lkd import F2L
 from fedstill.models import names as model_names
 from support.commandline import fedstill as command_line
 
-KINDS = {int: "integer", float: "float", str: "text"}
+KINDS = {bool: "boolean", int: "integer", float: "float", str: "text"}
 
 
 @pytest.mark.parametrize("name", ["run", "compare", "serve"])

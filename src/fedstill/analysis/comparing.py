@@ -36,6 +36,7 @@ from fedstill.running.monitors import CSVLog
 from fedstill.running.places import check_place
 from fedstill.running.progress import in_notebook
 from fedstill.running.tensorboard import TensorBoard
+from fedstill.running.trackers import placed
 from fedstill.studies.cells import Cell, Watcher, check, run_cells
 from fedstill.studies.comparison import Row, combinations, grid
 from fedstill.studies.progress import AllRuns
@@ -193,17 +194,17 @@ def compare(
     if not isinstance(seeds, int) or seeds < 1:
         raise SettingError(f"seeds = {seeds}: at least 1, a whole number; seed= is the first of them")
     registry.refuse_others(methods.values() if isinstance(methods, Mapping) else methods)
-    named = dict(methods) if isinstance(methods, Mapping) else {_name(method): method for method in methods}
+    named = dict(methods) if isinstance(methods, Mapping) else {method_name(method): method for method in methods}
     if len(named) < len(methods):
-        twice = next(name for name, count in Counter(map(_name, methods)).items() if count > 1)
+        twice = next(name for name, count in Counter(map(method_name, methods)).items() if count > 1)
         raise SettingError(f"{twice} is named twice; a dict gives names, as {{'first': …, 'second': …}}")
     objects = {"data": data, "model": model, "models": models, "proxy": proxy, "metrics": metrics}
     given: dict[str, Any] = dict(settings)
     first_seed = given.get("seed", 0)
-    own_names = {name: _own_names(method) for name, method in named.items()}
+    known_names = {name: own_names(method) for name, method in named.items()}
 
     def config_for(method: str, swept: Mapping[str, Any], seed: int) -> tuple[Config, dict[str, Any]]:
-        known = _known(method, given | dict(swept), own_names)
+        known = settings_known(method, given | dict(swept), known_names)
         config, own = configure(named[method], objects, known | {"seed": first_seed + seed})
         # Without functions, a finished run's metrics are those in its directory, which are checked as its code.
         return config, {name: value for name, value in own.items() if name != "metrics" or value}
@@ -218,20 +219,20 @@ def compare(
                      console=Console() if watching else None)  # fmt: skip
 
 
-def _name(method: str | Method) -> str:
+def method_name(method: str | Method) -> str:
     """What tables call a method: its name, of a composed one those of its parts."""
     if isinstance(method, str):
         return method
     return "+".join(part.name or type(part).__name__ for part in registry.parts_of(method))
 
 
-def _own_names(method: str | Method) -> set[str]:
+def own_names(method: str | Method) -> set[str]:
     if isinstance(method, Method):
         return set(registry.settings_of(method))
     return {p.name for p in registry.hyper_parameters(method)} | registry.old_names(method).keys()
 
 
-def _known(method: str, settings: Mapping[str, Any], own_names: Mapping[str, set[str]]) -> dict[str, Any]:
+def settings_known(method: str, settings: Mapping[str, Any], own_names: Mapping[str, set[str]]) -> dict[str, Any]:
     """The settings without those that belong to another of the compared methods only."""
     found: dict[str, Any] = {k: v for k, v in settings.items() if k in Config.model_fields and k != "hyper"}
     for key, value in {**settings.get("hyper", {}), **settings}.items():
@@ -260,12 +261,12 @@ def plan(
             raise SettingError(f"{kind}({str(callback.given)!r}): all runs would write there; {kind}() writes in each")
     if not_swept := {key for point in sweep for key in point} & _NOT_SWEPT.keys():
         raise SettingError(f"sweep of {min(not_swept)}: {_NOT_SWEPT[min(not_swept)]}")
-    cells = {}
+    cells, heard = {}, placed(callbacks, folder)
     for method, i, s in combinations(methods, sweep, seeds):
         config, own = configure(method, sweep[i], s)
         swept_as = (f"{k}{v}".replace("/", "-") for k, v in sweep[i].items())
         name = [slug(method), *swept_as, *([f"s{config.seed}"] if seeds > 1 else [])]
-        cells[method, i, s] = Cell(folder / "-".join(name), config, own, callbacks)
+        cells[method, i, s] = Cell(folder / "-".join(name), config, own, heard)
     if len({cell.path for cell in cells.values()}) < len(cells):
         raise SettingError("two of these runs would have the same directory")
     return cells

@@ -59,7 +59,7 @@ def wire_table(name: str, setup: Setup) -> Table:
     shown = Table(name, ("", "part", "what", "bytes"), _first_line(type(setup.method)), words=True)
     for way, parts in (("down", wire.down), ("up", wire.up), ("up, after the last round", wire.last)):
         for sent, part in parts.items():
-            shown.add(way, sent, part.what, _size(part.nbytes))
+            shown.add(way, sent, part.what, size_in_words(part.nbytes))
             shown.values.append({"way": way, "part": sent, "what": part.what, "bytes": part.nbytes})
     return shown
 
@@ -191,7 +191,7 @@ def partition_of(config: Config, data: Dataset | Federation | None = None) -> Pa
     return Partition(divide(config, load_data(config) if data is None else data), config)
 
 
-def _size(n: float) -> str:
+def size_in_words(n: float) -> str:
     for unit in ("B", "kB", "MB"):
         if n < 1000:
             return f"{n:.3g} {unit}"

@@ -113,7 +113,17 @@ def resolve(
     augment.parse(config.augment)
     device.check(config.device)
     check_names(config.metrics)
+    _check_choice(config)
     return config
+
+
+def _check_choice(config: Config) -> None:
+    """Refuse to choose by what is not measured."""
+    for name in ("restore_best", "patience", "min_delta"):
+        if (value := getattr(config, name)) and not config.select:
+            raise SettingError(f"{name} = {value}: set select, the number to choose by, such as select=val_amp")
+    if config.select.startswith("val_") and not config.validation:
+        raise SettingError(f"select = {config.select!r}: nothing is held out; set validation, such as validation=0.1")
 
 
 def _fill_dependent(merged: dict[str, Any], method: str, data: Glance | None, default_regions: int | None) -> None:

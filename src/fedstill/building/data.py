@@ -23,6 +23,7 @@ from fedstill.data.preprocessing import Column, TablePreprocessing
 from fedstill.data.proxy import balanced, check_stands_in, match_channels
 from fedstill.data.sources import Glance, existing_path, glance, is_table, is_text
 from fedstill.data.statistics import ColumnSums, client_sums, constant, merged, with_table
+from fedstill.data.validation import hold_out
 from fedstill.models import image_size
 from fedstill.models.pretrained import DISTILBERT, has_learnt
 from fedstill.train.task import Samples
@@ -266,7 +267,7 @@ def divide(config: Config, dataset: Dataset | Federation) -> Federation:
 
 def undivided(config: Config, dataset: Dataset | Federation) -> Federation:
     """The dataset as a server holds it whose clients have their own: its pool is the one that `divide` takes."""
-    return federate(
+    whole = federate(
         dataset_in(dataset),
         clients=1,
         partition="iid",
@@ -276,6 +277,7 @@ def undivided(config: Config, dataset: Dataset | Federation) -> Federation:
         imbalance_factor=config.imbalance_factor,
         fraction=config.fraction,
     )
+    return hold_out(whole, config.validation, config.seed)
 
 
 def load_proxy(config: Config, given: Dataset | None, target: Dataset) -> Dataset:

@@ -74,6 +74,9 @@ class Settings(TypedDict, total=False):
     """A client's test data: split from its own, drawn from the test set in the same proportions, 1/clients of the
     test samples of each class it has, or those of the test set that the data say are its own. [default: split;
     split, matched, shared, own]"""
+    validation: float
+    """Share of each client's training samples, and of the server's, held out to choose by; every evaluation then
+    has val_accuracy, val_amp, val_wlp and so on. [default: 0.0; at least 0, below 1]"""
     model_options: dict[str, Any]
     """Options of the network; feature_size gives any network penultimate features of that size."""
     group: list[GroupSettings] | list[dict[str, Any]]
@@ -179,6 +182,14 @@ class Settings(TypedDict, total=False):
     max_share: float
     """Served: the largest share of all samples (and tests) that a site counts with; 0: 0.75 of three sites, 0.6 of
     four, half of more; 1: no limit. [default: 0.0; at least 0, at most 1]"""
+    select: str
+    """Keep the model of the round that is best by this number, such as val_amp: best.safetensors."""
+    restore_best: bool
+    """The run's model is that of the best round, by select. [default: False]"""
+    patience: int
+    """Stop after so many evaluations in which select did not improve; 0: never. [default: 0; at least 0]"""
+    min_delta: float
+    """Smallest change of select that is an improvement, to stop by. [default: 0.0; at least 0]"""
     target_accuracy: float
     """Accuracy whose first round is reported; 0: none. [default: 0.0; at least 0, at most 1]"""
     hyper: dict[str, Any]

@@ -192,6 +192,13 @@ class Config(BaseModel):
         description="a client's test data: split from its own, drawn from the test set in the same proportions, "
         "1/clients of the test samples of each class it has, or those of the test set that the data say are its own",
     )
+    validation: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of each client's training samples, and of the server's, held out to choose by; every "
+        "evaluation then has val_accuracy, val_amp, val_wlp and so on",
+    )
     # model
     model: str = Field(
         IMAGE_MODEL,
@@ -325,6 +332,14 @@ class Config(BaseModel):
         description="metrics beyond accuracy, such as auroc,ece or file.py:function of labels and probabilities; "
         "balanced_accuracy and macro_f1 are always there, but of sites' own tests only if named here",
     )
+    select: str = Field(
+        "", description="keep the model of the round that is best by this number, such as val_amp: best.safetensors"
+    )
+    restore_best: bool = Field(False, description="the run's model is that of the best round, by select")
+    patience: int = Field(
+        0, ge=0, description="stop after so many evaluations in which select did not improve; 0: never"
+    )
+    min_delta: float = Field(0.0, ge=0, description="smallest change of select that is an improvement, to stop by")
     target_accuracy: float = Field(0.0, ge=0, le=1, description="accuracy whose first round is reported; 0: none")
     hyper: dict[str, Any] = Field(default_factory=dict, description="the method's own settings")
 

@@ -27,6 +27,7 @@ from fedstill.building.topology import (
 from fedstill.core.errors import SettingError
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation
+from fedstill.data.validation import hold_out
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.methods.summed import check_sums_only, masked_bytes
@@ -94,7 +95,7 @@ def prepare(
         found = replace(found, dataset=sized(found.dataset, wanted_size(config)))
     else:
         found = sized(found, wanted_size(config))
-    federation = divide(config, found)
+    federation = hold_out(divide(config, found), config.validation, config.seed)
     if not elsewhere:
         federation, notes = standardise(config, federation)
     if models and not isinstance(models[0], str):
@@ -106,6 +107,10 @@ def prepare(
     hierarchy = arrange(config, task, federation, method, groups)
     check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
     hierarchy = with_noise(hierarchy, config, federation, elsewhere=elsewhere)
+    if config.validation and groups:
+        raise SettingError(
+            "validation is measured on one model of all clients, and models gives them several; leave one out"
+        )
     if config.secure_aggregation and groups:
         raise SettingError("secure_aggregation adds up all clients' updates, who need one network: leave models out")
     if config.secure_aggregation:

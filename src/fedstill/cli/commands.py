@@ -18,6 +18,7 @@ from fedstill.analysis.comparing import read_comparison, slug
 from fedstill.analysis.tables import episodes_table, metrics_table, percent, reliability_table, results_table
 from fedstill.building.config import Config, is_config_file, parse_assignments, parse_sweeps, read_toml, resolve
 from fedstill.building.data import own_glance
+from fedstill.cli import tracking
 from fedstill.cli.failure import Halted
 from fedstill.core import custom
 from fedstill.core.choices import Format
@@ -35,7 +36,6 @@ from fedstill.running.places import stopped_by
 from fedstill.running.progress import Progress
 from fedstill.running.result import Result
 from fedstill.running.rollback import rollback as go_back
-from fedstill.running.tensorboard import TensorBoard
 from fedstill.studies.reteach import SavedEpisode
 
 # A table in a file or a pipe needs no less room than on a screen.
@@ -54,7 +54,7 @@ def run(
     out: Path | None,
     force: bool,
     dry_run: bool,
-    tensorboard: bool = False,
+    trackers: Sequence[str] = (),
     callbacks: Sequence[str] = (),
 ) -> None:
     config = config_of(method, flags, assignments)
@@ -63,7 +63,7 @@ def run(
         return
     path = out or Path("runs") / run_name(config)
     with run_in(path) as display:
-        hearing = [display, *own_callbacks(callbacks, tensorboard=tensorboard)]
+        hearing = [display, *own_callbacks(callbacks, trackers)]
         result = api.run_config(config, path, force=force, callbacks=hearing)
     _show_result(result, config, path)
 
@@ -74,20 +74,20 @@ def resume(
     *,
     device: str | None = None,
     engine: str | None = None,
-    tensorboard: bool = False,
+    trackers: Sequence[str] = (),
     callbacks: Sequence[str] = (),
 ) -> None:
     if rounds is not None and rounds < 1:
         raise SettingError(f"--rounds {rounds}: at least 1 is needed")
     with run_in(directory) as display:
-        hearing = [display, *own_callbacks(callbacks, tensorboard=tensorboard)]
+        hearing = [display, *own_callbacks(callbacks, trackers)]
         result = api.resume(directory, rounds=rounds, device=device, engine=engine, callbacks=hearing)
     _show_result(result, RunDirectory.open(directory, lock=False).config(), directory)
 
 
-def own_callbacks(references: Sequence[str], *, tensorboard: bool = False) -> list[Callback]:
-    """The callbacks that files name: an object, or a class or function that gives one."""
-    found: list[Callback] = [TensorBoard()] if tensorboard else []
+def own_callbacks(references: Sequence[str], trackers: Sequence[str] = ()) -> list[Callback]:
+    """Trackers by name, and the callbacks that files name: an object, or a class or function that gives one."""
+    found: list[Callback] = tracking.make(trackers)
     for reference in references:
         if not custom.is_reference(reference):
             raise SettingError(

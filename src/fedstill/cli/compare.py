@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedstill.analysis.comparing import plan, run_comparison, slug
+from fedstill.analysis.comparing import own_names, plan, run_comparison, slug
+from fedstill.analysis.tuning import layer, read_winners, winner_of
 from fedstill.building.config import Config, parse_sweeps
 from fedstill.cli.commands import (
     Flags,
@@ -24,6 +26,12 @@ from fedstill.core.choices import Format
 from fedstill.core.errors import SettingError
 from fedstill.running import files
 
+SWEPT = (
+    "a sweep is judged on test data: it shows what a setting does, and a value that is chosen by it looks better than "
+    "it is; 'fedstill tune' chooses by validation data"
+)
+log = logging.getLogger(__name__)
+
 
 def compare(
     methods: list[str],
@@ -37,6 +45,8 @@ def compare(
     force: bool,
     as_: Format,
     callbacks: Sequence[str] = (),
+    trackers: Sequence[str] = (),
+    tuned: Path | None = None,
 ) -> None:
     if len(set(methods)) < len(methods):
         raise SettingError("a method is named twice")
@@ -44,13 +54,18 @@ def compare(
     first = config_of(methods[0], flags, known_to(methods[0], methods, assignments))
     folder = out or Path("runs") / ("compare-" + run_name(first).removeprefix(f"{slug(first.method)}-"))
 
+    winners = read_winners(tuned) if tuned else {}
+
     def configure(method: str, point: Mapping[str, Any], seed: int) -> tuple[Config, dict[str, Any]]:
         swept = {k: v for k, v in point.items() if k in Config.model_fields}
         words = [*assignments, *(f"{k}={v}" for k, v in point.items() if k not in swept)]
-        given = {**flags, **swept, "seed": first.seed + seed}
+        won = layer(winner_of(winners, method, tuned), own_names(method)) if tuned else {}
+        given = {**won, **flags, **swept, "seed": first.seed + seed}
         return config_of(method, given, known_to(method, methods, words)), {}
 
-    cells = plan(methods, configure, sweep, seeds, folder, own_callbacks(callbacks))
+    if sweep[0]:
+        log.warning(SWEPT)
+    cells = plan(methods, configure, sweep, seeds, folder, own_callbacks(callbacks, trackers))
     title = "" if sweep[0] else title_of(first).removesuffix(f", seed {first.seed}") + f", {seeds} seeds"
     try:
         found = run_comparison(

@@ -19,8 +19,9 @@ from fedstill.cli.consent import (
     on_terminal,
     policy_of,
 )
-from fedstill.cli.options import COLUMNS, LEARNING, Callbacks, Out, Set
+from fedstill.cli.options import CHOOSING, COLUMNS, LEARNING, Callbacks, Out, Set
 from fedstill.cli.settings import Settings, with_settings
+from fedstill.cli.tracking import Trackers, with_trackers
 
 Ca = Annotated[Path | None, typer.Option(help="The certificate by which the server is known: its ca.pem.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Encrypt nothing. For trials on one machine.")]
@@ -51,7 +52,8 @@ OwnPretrained = Annotated[
 ]
 
 
-@with_settings("data", "data_dir", *COLUMNS, *LEARNING, "device", "eval_every", "metrics")
+@with_settings("data", "data_dir", *COLUMNS, *LEARNING, *CHOOSING, "device", "eval_every", "metrics")
+@with_trackers
 def serve(
     method: Annotated[str, typer.Argument(help="A method from 'fedstill methods', or a config.toml.")],
     keys: Annotated[Path, typer.Option(help="The directory with the server's certificate and the sites' public keys.")],
@@ -70,6 +72,7 @@ def serve(
     out: Out = None,
     set_: Set = None,
     callback: Callbacks = None,
+    trackers: Trackers = (),
 ) -> None:
     """Train with sites that keep their data: the server's end. Killed, the same command goes on where it was.
 
@@ -80,7 +83,7 @@ def serve(
     importlib.import_module("fedstill.cli.network").serve(
         method, settings, set_ or [], keys=keys, host=host, port=port, out=out, timeout=timeout, wait=wait,
         needed=needed, wait_after=wait_after, recount=recount or [], regional=regional, insecure=insecure,
-        callbacks=callback or [],
+        callbacks=callback or [], trackers=trackers,
     )  # fmt: skip
 
 

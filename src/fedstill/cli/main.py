@@ -12,10 +12,12 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedstill.cli import audit, board, cache, columns, figures, inference, keys, machines, privacy
+from fedstill.cli import advise, audit, board, cache, columns, figures, inference, keys, machines, privacy
+from fedstill.cli import tune as tuning
 from fedstill.cli.consent import TrustCode, ask, on_terminal
 from fedstill.cli.failure import Halted, one_line
 from fedstill.cli.options import (
+    CHOOSING,
     COLUMNS,
     FEDERATION,
     LEARNING,
@@ -30,9 +32,10 @@ from fedstill.cli.options import (
     Set,
     StudyEngine,
     Sweep,
-    TensorBoard,
+    Tuned,
 )
 from fedstill.cli.settings import Settings, with_settings
+from fedstill.cli.tracking import Trackers, with_trackers
 from fedstill.core import trust
 from fedstill.core.errors import FedstillError
 
@@ -89,7 +92,8 @@ def demo(
 
 
 @app.command(rich_help_panel="Train")
-@with_settings(*FEDERATION, *LEARNING, *LOCAL)
+@with_settings(*FEDERATION, *LEARNING, *CHOOSING, *LOCAL)
+@with_trackers
 def run(
     method: Annotated[str, typer.Argument(help="A method from 'fedstill methods', file.py:Class, or a config.toml.")],
     settings: Settings,
@@ -97,7 +101,7 @@ def run(
     set_: Set = None,
     force: Force = False,
     dry_run: DryRun = False,
-    tensorboard: TensorBoard = False,
+    trackers: Trackers = (),
     callback: Callbacks = None,
 ) -> None:
     """Train one federation.
@@ -111,13 +115,14 @@ def run(
     Settings come from flags, then the file, then defaults.
     """
     _commands().run(
-        method, settings, set_ or [], out=out, force=force, dry_run=dry_run, tensorboard=tensorboard,
+        method, settings, set_ or [], out=out, force=force, dry_run=dry_run, trackers=trackers,
         callbacks=callback or [],
     )  # fmt: skip
 
 
 @app.command(rich_help_panel="Train")
-@with_settings(*FEDERATION, *LEARNING, *LOCAL, "target_accuracy")
+@with_settings(*FEDERATION, *LEARNING, *CHOOSING, *LOCAL, "target_accuracy")
+@with_trackers
 def compare(
     methods: Annotated[list[str], typer.Argument(help="Methods from 'fedstill methods', or file.py:Class.")],
     settings: Settings,
@@ -128,6 +133,8 @@ def compare(
     set_: Set = None,
     force: Force = False,
     callback: Callbacks = None,
+    trackers: Trackers = (),
+    tuned: Tuned = None,
     as_: As = "table",
 ) -> None:
     """Train several methods on the same clients, schedule and initial weights; end in a table and a picture.
@@ -140,24 +147,26 @@ def compare(
     """
     _commands("compare").compare(
         methods, settings, set_ or [], seeds=seeds, sweeps=sweep or [], jobs=jobs, out=out, force=force, as_=as_,
-        callbacks=callback or [],
+        callbacks=callback or [], tuned=tuned, trackers=trackers,
     )  # fmt: skip
 
 
+app.command(rich_help_panel="Train")(tuning.tune)
+
+
 @app.command(rich_help_panel="Train")
+@with_trackers
 def resume(
     directory: Annotated[Path, typer.Argument(help="The directory of a run that was interrupted.")],
     rounds: Annotated[int | None, typer.Option(help="Go on to this round, also after the run had ended.")] = None,
     device: Annotated[str | None, typer.Option(help="Go on here: cpu, cuda, cuda:1 and so on, or auto.")] = None,
     engine: Annotated[str | None, typer.Option(help="Go on with this engine: process, inline or ray.")] = None,
-    tensorboard: TensorBoard = False,
+    trackers: Trackers = (),
     callback: Callbacks = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Continue a run after any interruption; the result is the same, bit for bit."""
-    _commands().resume(
-        directory, rounds, device=device, engine=engine, tensorboard=tensorboard, callbacks=callback or []
-    )
+    _commands().resume(directory, rounds, device=device, engine=engine, trackers=trackers, callbacks=callback or [])
 
 
 @app.command(rich_help_panel="Train")
@@ -385,6 +394,7 @@ def partition(
 
 
 app.add_typer(figures.app, name="figure", rich_help_panel="Look")
+app.command(name="advise", rich_help_panel="Look")(advise.advise)
 app.command(name="cache", rich_help_panel="Look")(cache.cache)
 app.command(name="privacy", rich_help_panel="Look")(privacy.privacy)
 app.command(name="audit", rich_help_panel="Look")(audit.audit)

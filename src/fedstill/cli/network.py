@@ -91,7 +91,7 @@ def _terminable() -> Iterator[None]:
 def serve(
     method: str, flags: Flags, assignments: list[str], *, keys: Path, host: str, port: int, out: Path | None,
     timeout: float, wait: float, needed: int, wait_after: float | None, recount: list[str], regional: bool,
-    insecure: bool, callbacks: Sequence[str] = (),
+    insecure: bool, callbacks: Sequence[str] = (), trackers: Sequence[str] = (),
 ) -> None:  # fmt: skip
     _needs_flower(_SERVER)
     public, revoked = _public_keys(keys), _revoked(keys)
@@ -103,7 +103,7 @@ def serve(
     if regional:
         names += sorted(revoked & {table.name for table in config.each_region()})
         regions_of(config, names)
-    hearing = own_callbacks(callbacks)
+    hearing = own_callbacks(callbacks, trackers)
     _warn(insecure)
     limit = largest_answer(config, undivided(config, widest(config, dataset_in(load_data(config)))))
     with (

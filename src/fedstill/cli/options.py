@@ -14,6 +14,7 @@ COLUMNS = ("target", "text_column", "label_column", "client_column")
 FEDERATION = ("data", "data_dir", *COLUMNS, "partition", "alpha", "clients", "regions")
 LEARNING = ("participation", "rounds", "epochs", "batch_size", "lr", "model", "models", "seed")
 LOCAL = ("workers", "engine", "device", "eval_every", "metrics")
+CHOOSING = ("validation", "select", "restore_best", "patience")
 
 DataDir = Annotated[str | None, option("data_dir")]
 Device = Annotated[str | None, option("device")]
@@ -46,9 +47,6 @@ Out = Annotated[
     typer.Option(help=r"Run directory. \[runs/METHOD-DATA-…]", show_default=False, rich_help_panel=RUNNING),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a run directory that exists.", rich_help_panel=RUNNING)]
-TensorBoard = Annotated[
-    bool, typer.Option("--tensorboard", help="Also write events for TensorBoard.", rich_help_panel=RUNNING)
-]
 Callbacks = Annotated[
     list[str] | None,
     typer.Option(
@@ -57,6 +55,10 @@ Callbacks = Annotated[
         help="A fedstill.Callback, or what gives one: it hears how the run goes on and may stop it; repeatable.",
         rich_help_panel=RUNNING,
     ),
+]
+Tuned = Annotated[
+    Path | None,
+    typer.Option(help="Folder of 'fedstill tune': each method with the settings that won there.", show_default=False),
 ]
 DryRun = Annotated[
     bool,

@@ -13,12 +13,14 @@ from pydantic.fields import FieldInfo
 from fedstill.building.schema import Config, meaning
 
 Settings = dict[str, Any]  # the settings that were given as flags, by name
-PARTITION, TRAINING, RUNNING = "Data partition", "Training", "Running"  # panels of the help
+# Panels of the help.
+PARTITION, TRAINING, CHOOSING, RUNNING = "Data partition", "Training", "Choosing a model", "Running"
 _PANELS = {
     PARTITION: (
         *("data", "target", "text_column", "label_column", "client_column", "data_dir"),
         *("partition", "alpha", "clients", "regions"),
     ),
+    CHOOSING: ("validation", "select", "restore_best", "patience"),
     TRAINING: ("rounds", "participation", "epochs", "batch_size", "lr", "model", "models"),
 }
 _PARAMETER = "settings"

@@ -33,6 +33,10 @@ class DataError(FedstillError):
     """Data that are missing, damaged, or cannot be divided as asked."""
 
 
+class Diverged(FedstillError):
+    """A model is no longer finite, by the settings it was trained with."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> SettingError:
     """The error for a name that is not in a fixed set, with the nearest names that are.
 

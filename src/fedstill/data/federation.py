@@ -20,8 +20,9 @@ from fedstill.data import partition as partitions
 from fedstill.data.dataset import Dataset, Split
 from fedstill.data.formats.arrays import as_array, check_finite
 from fedstill.data.formats.labels import numbered
+from fedstill.data.held_out import HeldOut
 from fedstill.data.partition import check_setting, long_tail, subsample
-from fedstill.data.partition_draws import random_ranks
+from fedstill.data.partition_draws import random_ranks, random_share
 
 Array = npt.NDArray[Any] | Tensor
 Labels = Array | Sequence[str] | Sequence[int]
@@ -42,6 +43,7 @@ class Federation:
     pool_index: IntArray  # the server dataset, into dataset.train
     test_source: Literal["train", "test"] = "train"
     names: tuple[str, ...] = ()  # empty: clients have numbers only
+    validation: HeldOut | None = None  # samples held out to choose by
 
     def __repr__(self) -> str:
         samples = f"{len(self.train_index):,} training and {len(self.test_index):,} test samples"
@@ -144,7 +146,7 @@ def federate(
 
     is_test = np.zeros(len(index), bool)
     if local_test == "split":
-        is_test = _is_test(owner, count, test_fraction, numpy_rng(seed, "local test"))
+        is_test = random_share(owner, count, test_fraction, numpy_rng(seed, "local test"))
     train_index, train_offsets = _compress(index[~is_test], owner[~is_test], count)
     if local_test == "split":
         test_index, test_offsets = _compress(index[is_test], owner[is_test], count)
@@ -295,13 +297,6 @@ def _take_pool(labels: IntArray, pool: float, rng: np.random.Generator) -> npt.N
         return np.zeros(len(labels), bool)
     share = _apportion(np.bincount(labels), np.array(wanted))
     return np.asarray(random_ranks(labels, rng) < share[labels])
-
-
-def _is_test(owner: IntArray, clients: int, test_fraction: float, rng: np.random.Generator) -> npt.NDArray[np.bool_]:
-    """A random `test_fraction` of each owner's samples, but never all of them."""
-    sizes = np.bincount(owner[owner >= 0], minlength=clients)
-    wanted = np.minimum(np.rint(test_fraction * sizes).astype(np.int64), np.maximum(sizes - 1, 0))
-    return np.asarray((owner >= 0) & (random_ranks(owner, rng) < wanted[owner]))
 
 
 def _apportion(weights: IntArray, total: IntArray) -> IntArray:

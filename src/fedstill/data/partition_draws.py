@@ -186,3 +186,18 @@ def random_ranks(owner: IntArray, rng: Generator) -> IntArray:
     ranks = np.empty(len(owner), np.int64)
     ranks[order] = np.arange(len(owner)) - np.repeat(starts, lengths)
     return ranks
+
+
+def random_share(owner: IntArray, clients: int, share: float, rng: Generator) -> npt.NDArray[np.bool_]:
+    """Which samples are among a random share of their owner's; never all of them. An owner below 0 is nobody."""
+    wanted = share_of(np.bincount(owner[owner >= 0], minlength=clients), share)
+    return np.asarray((owner >= 0) & (random_ranks(owner, rng) < wanted[owner]))
+
+
+def share_of(sizes: IntArray, share: float) -> IntArray:
+    """How many samples a share of so many is, where at least one must be left.
+
+    >>> share_of(np.array([0, 1, 9, 100]), 0.1).tolist()
+    [0, 0, 1, 10]
+    """
+    return np.minimum(np.rint(share * sizes).astype(np.int64), np.maximum(sizes - 1, 0))

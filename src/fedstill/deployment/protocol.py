@@ -60,6 +60,7 @@ def failure_reason(answer: Any) -> str:
 
 
 BALANCED = "balanced"  # the `class_weight` for which sites send their class counts
+VALIDATION = "validation"  # in an answer: samples held out for validation
 CLASS_COUNTS = "class_counts"  # in an answer: training samples of each class
 BY_CLASS = "by_class"  # in an answer: counts of each client's tests by class, (clients, 3, classes)
 SCORES = "scores"  # in an answer: by the name of a metric, its value on each client's tests

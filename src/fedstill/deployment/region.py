@@ -33,11 +33,11 @@ from fedstill.deployment.audit import SENT, AuditLog, RecordedLink, answer_entry
 from fedstill.deployment.delivery import deliver, is_finish
 from fedstill.deployment.episodes import TOTALS
 from fedstill.deployment.policy import Policy
-from fedstill.deployment.protocol import BY_CLASS, NO_SCORE, SCORES, RunInfo, SiteLink, run_number
+from fedstill.deployment.protocol import BY_CLASS, NO_SCORE, SCORES, VALIDATION, RunInfo, SiteLink, run_number
 from fedstill.deployment.registry import SiteRegistry
 from fedstill.deployment.server import SiteEngine, Terms
 from fedstill.deployment.site import LocalInputs, check_tokenizer
-from fedstill.engine.worker import Score, Train, request_from
+from fedstill.engine.worker import Score, Source, Train, request_from
 from fedstill.methods import registry
 from fedstill.methods.base import Method, Part
 from fedstill.methods.kinds import Kind
@@ -180,7 +180,7 @@ class RegionalServer:
             request = request_from(body)
             with one_thread():
                 if isinstance(request, Score):
-                    return run.evaluate(down)
+                    return run.evaluate(down, request.source)
                 if isinstance(request, Train):
                     return run.train(down["model"], request, message["seconds"])
             raise SettingError(f"a region does not pass {type(request).__name__} on")
@@ -264,6 +264,7 @@ class _RegionRun:
             total=config.clients,
             max_share=config.max_share,
             path=place / files.COUNTS,
+            validation=config.validation,
         )
         self._registry.counts.forget(server.terms.recount)
         least = fewest_answers(config, self._method)
@@ -302,20 +303,27 @@ class _RegionRun:
             )
         federation = self._registry.federation
         sizes, tests = federation.sizes[self._members], federation.test_sizes[self._members]
-        return {"samples": sizes.tolist(), "tests": tests.tolist()}
+        found = {"samples": sizes.tolist(), "tests": tests.tolist()}
+        if federation.validation is not None:
+            found[VALIDATION] = federation.validation.sizes[self._members].tolist()
+        return found
 
-    def evaluate(self, down: Message) -> Tree:
+    def evaluate(self, down: Message, source: Source) -> Tree:
         """How often a model is right on each site's own tests, and by class what the sites let be known of it."""
         if not self._registry.reported_sites:
             self.sample_counts()
-        tests = self._sites.local_tests(down)
+        own: Source = "validation" if source == "validation" else "local"
+        tests = self._sites.local_tests(down, own)
+        claimed, counted = self._registry.tests, self._registry.federation.test_sizes
+        if own == "validation" and (held := self._registry.federation.validation):
+            claimed, counted = self._registry.held_out, held.sizes
         members, classes = self._members.tolist(), len(self._registry.federation.dataset.classes)
         answer: dict[str, Any] = {"hits": [tests[k].hits if k in tests else -1 for k in members]}
         counts = torch.zeros(len(members), 3, classes, dtype=torch.int64)
         for row, client in zip(counts, members, strict=True):
             # Of a site that counts for less than it has, whole numbers would not add up to its tests.
             test = tests.get(client)
-            if test and test.by_class and self._registry.tests[client] == self._registry.federation.test_sizes[client]:
+            if test and test.by_class and claimed[client] == counted[client]:
                 row.copy_(torch.from_numpy(test.by_class.stacked()))
         names = {name for test in tests.values() for name in test.scores}
         scores = {n: [tests[k].scores.get(n, NO_SCORE) if k in tests else NO_SCORE for k in members] for n in names}

@@ -49,7 +49,7 @@ from fedstill.deployment.registry import SiteRegistry
 from fedstill.deployment.statistics import StatisticsPoll
 from fedstill.deployment.waiting import RequestDeadline, ResponseTimes
 from fedstill.engine.base import Engine, Inline, LocalTest
-from fedstill.engine.worker import Request, Score, Train, Worker, kind_of, request_fields
+from fedstill.engine.worker import Request, Score, Source, Train, Worker, kind_of, request_fields
 from fedstill.methods import registry as methods
 from fedstill.methods.base import Part
 from fedstill.metrics.scores import ClassCounts
@@ -71,7 +71,7 @@ _NEWCOMER_TIMEOUT = 30.0  # seconds that a newcomer may take to report its numbe
 # What a site may report of itself; anything else is not looked at.
 _RANGES = {
     "epsilon": (0.0, 1e9),  # of a region
-    **dict.fromkeys(("local_accuracy", "test_accuracy"), (0.0, 1.0)),
+    **dict.fromkeys(("local_accuracy", "test_accuracy", "val_accuracy"), (0.0, 1.0)),
     **dict.fromkeys(("train_loss", "test_loss"), (-1e6, 1e6)),
     "seconds": (0.0, 1e7),
     **dict.fromkeys(TOTALS, (0.0, 1e15)),
@@ -176,9 +176,12 @@ class SiteEngine(Engine):
                     self._anew.discard(site)
             yield clients[site], answer
 
-    def local_tests(self, down: Message) -> dict[int, LocalTest]:
+    def local_tests(self, down: Message, source: Source = "local") -> dict[int, LocalTest]:
         counts, claimed = self._registry.federation.test_sizes, self._registry.tests
-        body = {"kind": "Score", "source": "local", "start": 0, "stop": 0}
+        if source == "validation":
+            held = self._registry.federation.validation
+            counts, claimed = held.sizes if held else counts * 0, self._registry.held_out
+        body = {"kind": "Score", "source": source, "start": 0, "stop": 0}
         clients_of = {name: clients for name, clients in self._registry.clients.items() if counts[clients].any()}
         connected = self._link.present()
         if away := sorted(clients_of.keys() - connected):
@@ -312,6 +315,7 @@ def serve(
                 max_share=config.max_share,
                 path=directory.path / files.COUNTS,
                 by_class=config.class_weight == BALANCED,
+                validation=config.validation,
             )
 
         with logging_to(directory.path / files.LOG):

@@ -33,7 +33,9 @@ from fedstill.data import download, sources, tokens
 from fedstill.data.dataset import Dataset, sized
 from fedstill.data.federation import Federation
 from fedstill.data.formats.columns import header
+from fedstill.data.held_out import HeldOut
 from fedstill.data.statistics import PARTS, column_sums, own_columns, with_table
+from fedstill.data.validation import hold_out, is_held_out
 from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, STATE, AuditLog, answer_entry, request_kind
 from fedstill.deployment.delivery import is_finish, keep_model
@@ -47,10 +49,11 @@ from fedstill.deployment.protocol import (
     NO_SCORE,
     SCORES,
     STATISTICS,
+    VALIDATION,
     RunInfo,
     run_number,
 )
-from fedstill.engine.worker import FinalExchange, Request, Score, Train, Worker, request_from
+from fedstill.engine.worker import FinalExchange, Request, Score, Source, Train, Worker, request_from
 from fedstill.methods import registry
 from fedstill.methods.base import Method, misfit
 from fedstill.methods.kinds import Kind
@@ -181,7 +184,9 @@ class Site:
         with during(Step.LOAD):
             found = dataset_of(load_data(_own_columns(config, run), table=table), "the site's data")
         with during(Step.PREPARE):
-            return column_sums(own_columns(found, table), found.train.x, self._policy.min_count).message()
+            owner = np.zeros(len(found.train), np.int64)
+            kept = torch.from_numpy(~is_held_out(owner, 1, config.validation, config.seed))
+            return column_sums(own_columns(found, table), found.train.x[kept], self._policy.min_count).message()
 
     def _finish(self, worker: Worker, config: Config, run: RunInfo, name: Any, down: Tree) -> Tree:
         with during(Step.FINAL), one_thread(), on(self._device):
@@ -196,6 +201,8 @@ class Site:
         if request is None:
             tests = 0 if private else len(worker.federation.test_index)
             counts: dict[str, Any] = {"samples": [len(worker.federation.train_index)], "tests": [tests]}
+            if worker.federation.validation is not None:
+                counts[VALIDATION] = [0 if private else len(worker.federation.validation.index)]
             if config.class_weight == BALANCED:  # to which the owner has agreed: see `_prepare`
                 labels = worker.federation.dataset.train.y.numpy()[worker.federation.train_index]
                 counts[CLASS_COUNTS] = np.bincount(labels, minlength=worker.task.classes).tolist()
@@ -204,7 +211,7 @@ class Site:
             if private:
                 raise Refusal(Code.NOT_ALLOWED, "how well models do on this site's tests is denied by its policy")
             with during(Step.SCORE), one_thread(), on(self._device):
-                return self._tested(worker, down, config)
+                return self._tested(worker, down, config, request.source)
         task, method = _trained_with(worker, request)
         wire = method.wire(task)
         with during(Step.REQUEST):
@@ -231,15 +238,20 @@ class Site:
             answer["metrics"] = {name: value for name, value in answer["metrics"].items() if name == "seconds"}
         return answer
 
-    def _tested(self, worker: Worker, down: Tree, config: Config) -> Tree:
-        """How often a model is right on the tests here, and the metrics that the run names.
+    def _tested(self, worker: Worker, down: Tree, config: Config, source: Source) -> Tree:
+        """How often a model is right on the tests, or validation samples, here; and the metrics that the run names.
 
         Counts by class only if the policy agrees. What is a function of probabilities is worked out here.
         """
         federation, classes = worker.federation, worker.task.classes
         labels = federation.test_split.y.numpy()[federation.test_index]
+        if source == "validation":
+            if federation.validation is None:
+                raise Refusal(Code.BAD_REQUEST, "the run holds nothing out for validation")
+            labels = federation.dataset.train.y.numpy()[federation.validation.index]
+        own: Source = "validation" if source == "validation" else "local"
         named = [name for name in config.metrics if name in FUNCTIONS]
-        scored = worker.handle(Score("local", 0, len(labels), probabilities=bool(named)), down)
+        scored = worker.handle(Score(own, 0, len(labels), probabilities=bool(named)), down)
         predicted = scored["predicted"].cpu().numpy()
         answer: dict[str, Any] = {"hits": [int((predicted == labels).sum())]}
         if named:
@@ -335,20 +347,25 @@ class Site:
     def _federation(self, config: Config, run: RunInfo, found: Dataset) -> Federation:
         """A federation in which this site's client alone has anything: its training and its test samples."""
         source: Literal["train", "test"] = "test"
+        held: HeldOut | None = None
         if self._inputs.data:
             found = sized(found, wanted_size(config))
             pool = np.zeros(0, np.int64)
             train, test = np.arange(len(found.train)), np.arange(len(found.test))
         else:
-            shared = divide(config, found)
+            shared = hold_out(divide(config, found), config.validation, config.seed)
             found, train, test = shared.dataset, shared.train(run["client"]), shared.test(run["client"])
-            source, pool = shared.test_source, shared.pool_index
+            source, pool, held = shared.test_source, shared.pool_index, shared.validation
         if list(found.shape) != run["shape"]:
             sizes = f"samples here have shape {tuple(found.shape)}, the server's {tuple(run['shape'])}"
             raise DataError(sizes + ("; image_size, set for the run, brings images to one" if found.mean else ""))
         dataset = replace(_labelled_as(found, run["classes"]), mean=tuple(run["mean"]), std=tuple(run["std"]))
         later = np.arange(run["clients"] + 1) > run["client"]
-        return Federation(dataset, train, later * len(train), test, later * len(test), pool, source)
+        alone = Federation(dataset, train, later * len(train), test, later * len(test), pool, source)
+        if held is None:
+            return hold_out(alone, config.validation, config.seed)
+        own = held.of(run["client"])
+        return replace(alone, validation=HeldOut(own, later * len(own), np.zeros(0, np.int64)))
 
 
 def _class_weight(run: RunInfo) -> tuple[float, ...]:

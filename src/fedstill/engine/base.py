@@ -10,7 +10,7 @@ from typing import Self
 
 from fedstill.core import device, tree
 from fedstill.core.tree import Message, Tree
-from fedstill.engine.worker import Request, Worker
+from fedstill.engine.worker import Request, Source, Worker
 from fedstill.metrics.scores import ClassCounts
 
 
@@ -44,8 +44,8 @@ class Engine(ABC):
         """Clients that cannot be reached at present."""
         return set()
 
-    def local_tests(self, down: Message) -> dict[int, LocalTest] | None:
-        """How a model does on the tests of each client that answers; None: its samples are scored here."""
+    def local_tests(self, down: Message, source: Source = "local") -> dict[int, LocalTest] | None:
+        """How a model does on the tests (or validation) of each client that answers; None: they are scored here."""
         return None
 
     @property

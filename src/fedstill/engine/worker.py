@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedstill.attacks.attack import Attack
 from fedstill.core import device, seeds
+from fedstill.core.arrays import IntArray
 from fedstill.core.device import to_current_device
 from fedstill.core.errors import FedstillError
 from fedstill.core.store import Store
@@ -26,7 +27,7 @@ from fedstill.train.loop import Objective
 from fedstill.train.task import Samples, Task
 from fedstill.train.together import can_be_joint, fit_together
 
-Source = Literal["test", "local"]
+Source = Literal["test", "local", "validation"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class FinalExchange:
 
 @dataclass(frozen=True)
 class Score:
-    """Ask for loss and prediction on samples start to stop of the global test set or of all local test sets.
+    """Ask for loss and prediction on samples start to stop of the test set, or of all local test or validation sets.
 
     `probabilities`: and for the probability of each class.
     """
@@ -238,11 +239,23 @@ class Worker:
             found = score(self.task, client.flat.read(), split.x, split.y)
             metrics["test_accuracy"] = float((found["predicted"] == to_current_device(split.y)).double().mean())
             metrics["test_loss"] = float(found["loss"].double().mean())
+            if self.federation.validation is not None and len(held := self.federation.validation.of(client.id)):
+                x, y = self._training_samples(held)
+                found = score(self.task, client.flat.read(), x, y)
+                metrics["val_accuracy"] = float((found["predicted"] == to_current_device(y)).double().mean())
         return metrics
 
     def _stored(self, request: Score) -> tuple[Tensor, Tensor]:
         where = slice(request.start, request.stop)
         if request.source == "test":
             return self.task.dataset.test.x[where], self.task.dataset.test.y[where]
+        if request.source == "validation":
+            held = self.federation.validation
+            assert held is not None
+            return self._training_samples(held.samples[where])
         split, index = self.federation.test_split, torch.from_numpy(self.federation.test_index[where])
         return split.x[index], split.y[index]
+
+    def _training_samples(self, index: IntArray) -> tuple[Tensor, Tensor]:
+        split, chosen = self.task.dataset.train, torch.from_numpy(index)
+        return split.x[chosen], split.y[chosen]

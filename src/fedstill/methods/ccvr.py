@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedstill.core.errors import SettingError
+from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.kinds import Kind
@@ -37,7 +38,7 @@ class CCVR(Modifier):
 
     virtual: Annotated[int, Ge(1), "features drawn of each class"] = 200
     calibration_epochs: Annotated[int, Ge(0), "epochs over them"] = 10
-    calibration_lr: Annotated[float, Gt(0), "learning rate of the classifier (SGD)"] = 0.01
+    calibration_lr: Annotated[float, Gt(0), Search("log:1e-3..0.1"), "learning rate of the classifier (SGD)"] = 0.01
     calibration_batch: Annotated[int, Ge(1), "batch size"] = 32
 
     def check(self, task: Task) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
+from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.kinds import Kind
@@ -35,10 +36,10 @@ class CReFF(ServerSide):
 
     features: Annotated[int, Ge(1), "synthetic features of each class"] = 100
     match_steps: Annotated[int, Ge(0), "steps of matching gradients a round"] = 100
-    match_lr: Annotated[float, Gt(0), "learning rate of the features (SGD)"] = 0.1
+    match_lr: Annotated[float, Gt(0), Search("log:0.01..1"), "learning rate of the features (SGD)"] = 0.1
     retrain_epochs: Annotated[int, Ge(1), "epochs of training a new classifier on them"] = 300
     retrain_batch: Annotated[int, Ge(1), "its batch size"] = 32
-    retrain_lr: Annotated[float, Gt(0), "its learning rate (SGD)"] = 0.01
+    retrain_lr: Annotated[float, Gt(0), Search("log:1e-3..0.1"), "its learning rate (SGD)"] = 0.01
     draws: Annotated[int, Ge(1), "batches that a class's gradient is the mean of"] = 10
     draw_size: Annotated[int, Ge(1), "samples in each"] = 32
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedstill.aggregate.mean import weighted_mean
 from fedstill.core import seeds
 from fedstill.core.errors import SettingError
+from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.core.weights import FlatNet
 from fedstill.distill.adversarial import AdversarialTraining, Discriminator
@@ -49,7 +50,7 @@ class DaFKD(Distilling):
     ] = False
     conditional: Annotated[bool, "the generator has a label as a further input, drawn at random"] = False
     z_dim: Annotated[int, Ge(1), "d: dimension of the noise"] = 100
-    generator_lr: Annotated[float, Gt(0), "learning rate of the generator (Adam)"] = 1e-3
+    generator_lr: Annotated[float, Gt(0), Search("log:1e-4..1e-2"), "learning rate of the generator (Adam)"] = 1e-3
     generator_beta1: Annotated[float, Ge(0), Lt(1), "decay of its Adam's mean of gradients; DCGAN: 0.5"] = 0.9
     generator_beta2: Annotated[float, Ge(0), Lt(1), "decay of its Adam's mean of squared gradients"] = 0.999
     dcgan_init: Annotated[bool, "the generator's first weights have deviation 0.02, as in DCGAN"] = False

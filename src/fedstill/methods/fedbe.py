@@ -9,6 +9,7 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
+from fedstill.core.space import Search
 from fedstill.distill.stage import match_probabilities, mean_probabilities
 from fedstill.methods.base import Server, Uplink
 from fedstill.methods.server_side import Distilling
@@ -31,7 +32,7 @@ class FedBE(Distilling):
     clients_teach: Annotated[bool, "the clients' own models teach too"] = True
     sharpen: Annotated[float, Gt(0), "temperature of the ensemble's probabilities; below 1 sharpens"] = 0.5
     server_epochs: Annotated[int, Ge(0), "epochs over the proxy data a round"] = 20
-    server_lr: Annotated[float, Gt(0), "learning rate (SGD, momentum 0.9)"] = 1e-3
+    server_lr: Annotated[float, Gt(0), Search("log:1e-4..1e-2"), "learning rate (SGD, momentum 0.9)"] = 1e-3
 
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         if self.server_epochs == 0:

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
+from fedstill.core.space import Search
 from fedstill.distill.stage import match_probabilities, mean_logits
 from fedstill.methods.base import Server, Uplink
 from fedstill.methods.server_side import Distilling
@@ -25,7 +26,7 @@ class FedDF(Distilling):
     training: ClassVar[LocalTraining] = LocalTraining(optimizer="adam", cosine=True)
 
     server_steps: Annotated[int, Ge(0), "distillation steps a round"] = 200
-    server_lr: Annotated[float, Gt(0), "learning rate (Adam, falling along a cosine)"] = 1e-3
+    server_lr: Annotated[float, Gt(0), Search("log:1e-4..1e-2"), "learning rate (Adam, falling along a cosine)"] = 1e-3
 
     def improve_all(self, servers: Sequence[Server], uplinks: list[Uplink]) -> None:
         """One student for each network; all clients teach it (Algorithm 3 of the paper)."""

@@ -11,6 +11,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from fedstill.aggregate.mean import ClassMeans
+from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.methods.base import Networks, Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
@@ -31,7 +32,7 @@ class FedDistillPlus(FedAvg):
     extra_information: ClassVar[str] = "mean logits of each class, and which classes it has"
     server_keys: ClassVar[tuple[str, ...]] = ("logits", "known")
 
-    c: Annotated[float, Ge(0), "weight of the class logits"] = 1.0
+    c: Annotated[float, Ge(0), Search("log:0.1..10"), "weight of the class logits"] = 1.0
 
     @property
     def beyond_steps(self) -> str:

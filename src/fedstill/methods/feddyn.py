@@ -11,6 +11,7 @@ from annotated_types import Gt
 from torch import Tensor
 
 from fedstill.aggregate.mean import weighted_mean
+from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.methods.base import Server, Uplink
 from fedstill.methods.fedavg import FedAvg
@@ -28,7 +29,7 @@ class FedDyn(FedAvg):
     server_keys: ClassVar[tuple[str, ...]] = ("h", "mean")
     client_keys: ClassVar[tuple[str, ...]] = ("h",)
 
-    alpha: Annotated[float, Gt(0), "strength of the dynamic regulariser"] = 0.01
+    alpha: Annotated[float, Gt(0), Search("log:1e-3..0.1"), "strength of the dynamic regulariser"] = 0.01
 
     def start(self, server: Server) -> None:
         server.state["h"] = torch.zeros(server.task.trainable, dtype=torch.float64)  # (1/K) sum of all clients' h_k

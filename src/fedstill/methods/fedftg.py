@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedstill.core import seeds
+from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.distill.auxiliary import Generator
 from fedstill.distill.ensemble import diversity, label_weights, load_teachers
@@ -42,8 +43,8 @@ class FedFTG(ServerSide):
     lambda_dis: Annotated[float, Ge(0), "weight of its diversity"] = 1.0
     z_dim: Annotated[int, Ge(1), "dimension of the noise"] = 100
     generator_width: Annotated[int, Ge(2), "channels of the generator; the paper's presets: 128"] = 32
-    generator_lr: Annotated[float, Gt(0), "learning rate of the generator (Adam)"] = 0.01
-    server_lr: Annotated[float, Gt(0), "learning rate of the student (SGD)"] = 0.1
+    generator_lr: Annotated[float, Gt(0), Search("log:1e-3..0.1"), "learning rate of the generator (Adam)"] = 0.01
+    server_lr: Annotated[float, Gt(0), Search("log:0.01..0.3"), "learning rate of the student (SGD)"] = 0.1
     server_batch: Annotated[int, Ge(2), "generated samples a step"] = 64
 
     def check(self, task: Task) -> None:

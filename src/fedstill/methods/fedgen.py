@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.distill.auxiliary import Auxiliary
 from fedstill.distill.ensemble import diversity, label_weights, load_teachers
@@ -36,8 +37,12 @@ class FedGen(ServerSide):
     server_keys: ClassVar[tuple[str, ...]] = ("feature_generator", "generator optimizer")
     streams: ClassVar[tuple[str, ...]] = ("generated", "generator")
 
-    alpha: Annotated[float, Ge(0), "weight of the generated features' cross-entropy on clients"] = 10.0
-    beta: Annotated[float, Ge(0), "weight of the generated features' predictions on clients"] = 10.0
+    alpha: Annotated[
+        float, Ge(0), Search("log:1..100"), "weight of the generated features' cross-entropy on clients"
+    ] = 10.0
+    beta: Annotated[float, Ge(0), Search("log:1..100"), "weight of the generated features' predictions on clients"] = (
+        10.0
+    )
     decay: Annotated[float, Gt(0), Le(1), "factor on both weights, and on the generator's rate, after each round"] = (
         0.98
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedstill.aggregate.mean import weighted_mean
+from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.methods.base import Server, Wire
 from fedstill.methods.fedavg import FedAvg
@@ -37,8 +38,8 @@ class FedGKD(FedAvg):
     paper: ClassVar[str] = "Yao et al. 2022"
     server_keys: ClassVar[tuple[str, ...]] = ("history",)
 
-    gamma: Annotated[float, Ge(0), "weight of the teacher; the loss has gamma/2"] = 0.2
-    buffer: Annotated[int, Ge(1), "M: how many past global models are averaged"] = 5
+    gamma: Annotated[float, Ge(0), Search("log:0.02..2"), "weight of the teacher; the loss has gamma/2"] = 0.2
+    buffer: Annotated[int, Ge(1), Search("1,3,5"), "M: how many past global models are averaged"] = 5
     regulariser: Annotated[Regulariser, "KL of probabilities, or squared error of logits"] = "kl"
 
     def wire(self, task: Task) -> Wire:

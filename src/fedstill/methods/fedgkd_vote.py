@@ -9,6 +9,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
+from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Wire
 from fedstill.methods.fedavg import FedAvg
@@ -28,8 +29,8 @@ class FedGKDVote(FedAvg):
     needs_server_labels: ClassVar[bool] = True
     server_keys: ClassVar[tuple[str, ...]] = ("history", "losses")
 
-    lambda_: Annotated[float, Ge(0), "total weight of the teachers"] = 0.1
-    buffer: Annotated[int, Ge(1), "M: how many past global models teach"] = 5
+    lambda_: Annotated[float, Ge(0), Search("log:0.01..1"), "total weight of the teachers"] = 0.1
+    buffer: Annotated[int, Ge(1), Search("1,3,5"), "M: how many past global models teach"] = 5
     beta: Annotated[float, Ge(0), "temperature of the vote; 0: 1/buffer"] = 0.0
     regulariser: Annotated[Regulariser, "KL of probabilities, or squared error of logits"] = "kl"
 

@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
@@ -33,8 +34,8 @@ class FedHKD(FedAvg):
     server_keys: ClassVar[tuple[str, ...]] = ("class_features", "class_predictions", "counts")
     streams: ClassVar[tuple[str, ...]] = ("feature noise",)
 
-    lambda_: Annotated[float, Ge(0), "weight of the soft predictions"] = 0.05
-    gamma: Annotated[float, Ge(0), "weight of the features"] = 0.05
+    lambda_: Annotated[float, Ge(0), Search("log:0.01..1"), "weight of the soft predictions"] = 0.05
+    gamma: Annotated[float, Ge(0), Search("log:0.01..1"), "weight of the features"] = 0.05
     T: Annotated[float, Gt(0), "temperature of the soft predictions"] = 0.5
     noise: Annotated[float, Ge(0), "standard deviation of the noise that clients add to mean features"] = 0.0
 

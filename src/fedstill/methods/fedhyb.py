@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedstill.core.errors import SettingError
+from fedstill.core.space import Search
 from fedstill.data.augment import rotate_by
 from fedstill.distill.stage import mean_features, mean_probabilities
 from fedstill.methods.base import Needs, Server, Uplink
@@ -41,7 +42,7 @@ class FedHyb(Distilling):
     order_stream: ClassVar[str] = "hybrid distillation"
     streams: ClassVar[tuple[str, ...]] = ("sub-networks",)
 
-    a: Annotated[float, Ge(0), "weight of the self-distillation"] = 1.0
+    a: Annotated[float, Ge(0), Search("log:0.1..10"), "weight of the self-distillation"] = 1.0
     eta: Annotated[float, Ge(0), "weight of the predictions on the server"] = 1.0
     nu: Annotated[float, Ge(0), "weight of the features on the server"] = 1.0
     M: Annotated[int, Ge(1), "sub-networks a step"] = 2

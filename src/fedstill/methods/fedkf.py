@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fedstill.aggregate.latest import CacheInit, LatestMean
 from fedstill.core.errors import SettingError
+from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.distill.auxiliary import Generator
 from fedstill.distill.generators import ImageGenerator, check_image_shape
@@ -38,10 +39,10 @@ class FedKF(FedAvg):
     client_keys: ClassVar[tuple[str, ...]] = ("generator", "optimizer")
     streams: ClassVar[tuple[str, ...]] = ("noise",)
 
-    gamma: Annotated[float, Ge(0), "weight of the teacher, Eq. 7"] = 1.0
+    gamma: Annotated[float, Ge(0), Search("log:0.1..10"), "weight of the teacher, Eq. 7"] = 1.0
     lambda1: Annotated[float, Ge(0), "weight of the generator's cross-entropy, Eq. 4"] = 0.01
     lambda2: Annotated[float, Ge(0), "weight of the generator's activation loss, Eq. 4"] = 0.1
-    beta: Annotated[float, Gt(0), "learning rate of the generator (Adam)"] = 1e-3
+    beta: Annotated[float, Gt(0), Search("log:1e-4..1e-2"), "learning rate of the generator (Adam)"] = 1e-3
     z_dim: Annotated[int, Ge(1), "dimension of the noise"] = 100
     width: Annotated[int, Ge(2), "channels of the generator; the paper's: 128"] = 16
     t1: Annotated[bool, "teach and return the all-clients average; False is FedKF-"] = True

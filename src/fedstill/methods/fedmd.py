@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fedstill.aggregate.mean import RunningMean
 from fedstill.core.errors import SettingError
+from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.methods.base import Networks, Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
@@ -37,7 +38,7 @@ class FedMD(FedAvg):
     client_keys: ClassVar[tuple[str, ...]] = ("model",)
     streams: ClassVar[tuple[str, ...]] = ("digest", "public samples")
 
-    weight: Annotated[float, Ge(0), "of the consensus, with digest=joint"] = 0.1
+    weight: Annotated[float, Ge(0), Search("log:0.01..1"), "of the consensus, with digest=joint"] = 0.1
     digest: Annotated[Literal["joint", "first"], "learn the consensus beside the private data, or before them"] = (
         "joint"
     )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 
 from fedstill.core.device import to_current_device
+from fedstill.core.space import Search
 from fedstill.methods.base import Server, Uplink
 from fedstill.methods.fedavg import FedAvg
 
@@ -26,8 +27,10 @@ class FedMGDAPlus(FedAvg):
     name: ClassVar[str] = "fedmgda-plus"
     paper: ClassVar[str] = "Hu et al. 2022"
 
-    epsilon: Annotated[float, Ge(0), Le(1), "how far the weights may leave n_k/n"] = 0.1
-    eta: Annotated[float, Gt(0), "length of the server's step: updates are normalised to length 1"] = 1.0
+    epsilon: Annotated[float, Ge(0), Le(1), Search("0..1"), "how far the weights may leave n_k/n"] = 0.1
+    eta: Annotated[
+        float, Gt(0), Search("log:0.1..3"), "length of the server's step: updates are normalised to length 1"
+    ] = 1.0
 
     @property
     def beyond_sums(self) -> str:

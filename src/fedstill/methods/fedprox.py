@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge
 
+from fedstill.core.space import Search
 from fedstill.methods.fedavg import FedAvg
 from fedstill.train.client import Client
 from fedstill.train.loop import Objective
@@ -19,7 +20,7 @@ class FedProx(FedAvg):
     name: ClassVar[str] = "fedprox"
     paper: ClassVar[str] = "Li et al. 2020"
 
-    mu: Annotated[float, Ge(0), "weight of the proximal term"] = 0.01
+    mu: Annotated[float, Ge(0), Search("log:1e-3..1"), "weight of the proximal term"] = 0.01
 
     def objective(self, client: Client) -> Objective:
         w_t = client.down["model"][: client.flat.trainable]

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fedstill.core import seeds
 from fedstill.core.errors import SettingError
+from fedstill.core.space import Search
 from fedstill.distill.reliability import among_teachers, class_auc
 from fedstill.distill.split import Split, split_by_use
 from fedstill.methods.base import Method, Server, Uplink
@@ -35,8 +36,10 @@ class LKD(Distilling):
     order_stream: ClassVar[str] = "label-driven distillation"
 
     Tw: Annotated[float, Ge(0), "how sharply reliability counts; 0: all teachers alike"] = 4.0
-    T: Annotated[float, Gt(0), "temperature of the distillation"] = 3.0
-    lambda3: Annotated[float, Ge(0), Le(1), "weight of the labels; the teachers' follow from it"] = 0.01
+    T: Annotated[float, Gt(0), Search("1..5"), "temperature of the distillation"] = 3.0
+    lambda3: Annotated[
+        float, Ge(0), Le(1), Search("log:0.01..1"), "weight of the labels; the teachers' follow from it"
+    ] = 0.01
     update: Annotated[bool, "the old global model teaches too (Eq. 4)"] = True
     student_init: Annotated[Literal["avg", "old"], "start from the average, or from the old global model"] = "avg"
     server_frac: Annotated[float, Gt(0), Le(1), "share of the server's pool that is used"] = 1.0

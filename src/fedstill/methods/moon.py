@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.base import Classifier
@@ -29,8 +30,8 @@ class MOON(FedAvg):
     changes_model: ClassVar[bool] = True
     client_keys: ClassVar[tuple[str, ...]] = ("previous",)
 
-    mu: Annotated[float, Ge(0), "weight of the contrast"] = 5.0
-    tau: Annotated[float, Gt(0), "temperature of the contrast"] = 0.5
+    mu: Annotated[float, Ge(0), Search("log:0.1..10"), "weight of the contrast"] = 5.0
+    tau: Annotated[float, Gt(0), Search("0.1..1"), "temperature of the contrast"] = 0.5
     buffer: Annotated[int, Ge(1), "how many of its previous models a client keeps"] = 1
 
     def network(self, net: Classifier) -> Classifier:

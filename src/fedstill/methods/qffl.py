@@ -10,6 +10,7 @@ import torch
 from annotated_types import Ge
 
 from fedstill.aggregate.mean import RunningMean, relax
+from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
@@ -28,7 +29,7 @@ class QFFL(FedAvg):
     paper: ClassVar[str] = "Li et al. 2020"
     extra_information: ClassVar[str] = "its loss (one number)"
 
-    q: Annotated[float, Ge(0), "how much a larger loss counts; 0: uniform average"] = 1e-4
+    q: Annotated[float, Ge(0), Search("log:1e-5..1"), "how much a larger loss counts; 0: uniform average"] = 1e-4
 
     @property
     def beyond_sums(self) -> str:

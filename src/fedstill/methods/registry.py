@@ -17,6 +17,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 
 from fedstill.core import custom
 from fedstill.core.errors import SettingError, explain, unknown
+from fedstill.core.space import Search
 from fedstill.methods.base import Method
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.modifier import Modifier
@@ -166,6 +167,7 @@ class HyperParameter:
     field: str
     default: Any
     meaning: str
+    space: str = ""  # where it is searched by default
 
 
 def hyper_parameters(name: str) -> list[HyperParameter]:
@@ -246,7 +248,9 @@ def own_settings(method: type[Method]) -> tuple[HyperParameter, ...]:
         if field.name == "inner":
             continue
         notes = [m for m in getattr(hints[field.name], "__metadata__", ()) if isinstance(m, str)]
-        found.append(HyperParameter(field.name.rstrip("_"), field.name, field.default, notes[0] if notes else ""))
+        meant = notes[0] if notes else ""
+        spaces = [m.space for m in getattr(hints[field.name], "__metadata__", ()) if isinstance(m, Search)]
+        found.append(HyperParameter(field.name.rstrip("_"), field.name, field.default, meant, "".join(spaces)))
     return tuple(found)
 
 

@@ -11,6 +11,7 @@ from annotated_types import Gt
 
 from fedstill.aggregate.mean import RunningMean, relax
 from fedstill.core.errors import SettingError
+from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
@@ -31,7 +32,7 @@ class SCAFFOLD(FedAvg):
     server_keys: ClassVar[tuple[str, ...]] = ("c",)
     client_keys: ClassVar[tuple[str, ...]] = ("c",)
 
-    server_lr: Annotated[float, Gt(0), "how far the server goes towards the clients' mean"] = 1.0
+    server_lr: Annotated[float, Gt(0), Search("0.3..1"), "how far the server goes towards the clients' mean"] = 1.0
 
     def check(self, task: Task) -> None:
         if task.local.optimizer != "sgd" or task.local.momentum:

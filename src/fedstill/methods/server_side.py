@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt
 from torch import Tensor
 
 from fedstill.core.errors import SettingError
+from fedstill.core.space import Search
 from fedstill.distill.stage import distil
 from fedstill.methods.base import Networks, Server, Uplink
 from fedstill.methods.modifier import Modifier
@@ -93,7 +94,7 @@ class Distilling(ServerSide):
     training: ClassVar[LocalTraining] = LocalTraining(optimizer="adam")  # the rest of it is set below
     order_stream: ClassVar[str] = "distillation"  # of the order of the samples
 
-    server_lr: Annotated[float, Gt(0), "learning rate of the distillation (Adam)"] = 1e-3
+    server_lr: Annotated[float, Gt(0), Search("log:1e-4..1e-2"), "learning rate of the distillation (Adam)"] = 1e-3
     server_batch: Annotated[int, Ge(1), "batch size of the distillation"] = 128
 
     def distil(

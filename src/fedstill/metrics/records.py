@@ -23,6 +23,11 @@ class Scores(TypedDict, total=False):
     wlp: Measured
     local_accuracy: Measured  # of the models as clients trained them, on their own tests
     per_class: list[Measured]
+    val_accuracy: Measured  # on all samples that are held out for validation, the clients' and the server's
+    val_loss: Measured
+    val_amp: Measured  # over the clients
+    val_fm: Measured
+    val_wlp: Measured
     # Beyond accuracy: `auroc` on the global test set, `pooled_auroc`, `worst_auroc` and `var_auroc` over the clients.
     metrics: dict[str, Measured]
     unmeasured: dict[str, str]  # why a number is missing, or what it leaves out

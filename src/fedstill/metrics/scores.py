@@ -6,6 +6,7 @@ known. The others are functions of labels (N,) and class probabilities (N, C), c
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ def lower_is_better(name: str) -> bool:
     >>> [lower_is_better(name) for name in ("auroc", "worst_ece", "var_auroc")]
     [False, True, True]
     """
-    return name.startswith("var_") or name.removeprefix("pooled_").removeprefix("worst_") in _ERRORS
+    return name.startswith("var_") or re.sub("^(pooled|worst|val)_", "", name) in _ERRORS
 
 
 @dataclass(frozen=True)

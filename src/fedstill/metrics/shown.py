@@ -21,6 +21,8 @@ def title(name: str) -> str:
     >>> title("auroc"), title("worst_macro_f1"), title("my_cost")
     ('AUROC', 'macro F1 (worst client)', 'my cost')
     """
+    if name.startswith("val_"):
+        return f"{title(name.removeprefix('val_'))} (validation)"
     for start, place in PLACES.items():
         if start and name.startswith(start):
             return f"{title(name.removeprefix(start))} ({place})"

@@ -43,6 +43,7 @@ from fedstill.running.inputs import prepare_again, save_inputs
 from fedstill.running.logfile import logging_to
 from fedstill.running.loop import RoundLoop
 from fedstill.running.machine import check_engine, on_engine
+from fedstill.running.monitors import selection
 from fedstill.running.progress import Progress, in_notebook
 from fedstill.running.result import Result
 from fedstill.running.results import network
@@ -289,7 +290,7 @@ def run_in_directory(
         with logging_to(directory.path / files.LOG), devices.on(devices.find(setup.config.device)):
             for warning in setup.warnings:
                 log.info("%s", warning)
-            loop = loop_class(setup, directory, callbacks, engine)
+            loop = loop_class(setup, directory, [*selection(setup.config), *callbacks], engine)
             summary = loop.run()
             if at_end:
                 at_end(loop)

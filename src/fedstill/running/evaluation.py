@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from fedstill.building.groups import Group
 from fedstill.core.arrays import IntArray
 from fedstill.data.federation import Federation
+from fedstill.data.held_out import HeldOut
 from fedstill.engine.base import Engine, LocalTest
 from fedstill.engine.worker import Score, Source
 from fedstill.metrics import scores
@@ -37,6 +38,7 @@ class Evaluation:
     fair: Fairness
     metrics: Table  # beyond accuracy
     untested: tuple[int, ...] = ()  # clients with tests of whom nothing was heard
+    validation: Scores = field(default_factory=Scores)  # val_accuracy, val_amp …, where samples are held out
 
     def record(self) -> Scores:
         """The scores as a round's record has them."""
@@ -52,7 +54,7 @@ class Evaluation:
         }
         if reasons := self._missing() | self.metrics.reasons:
             record["unmeasured"] = reasons
-        return record
+        return record | self.validation
 
     def _missing(self) -> dict[str, str]:
         """Why numbers are missing that every record has a place for."""
@@ -98,6 +100,10 @@ def evaluate(
     if own is not None:
         fair = fairness(own.predicted == own.labels, federation.test_offsets)
         table |= scores.over_clients(own, federation.test_offsets, classes, metrics)
+    validation = Scores()
+    if federation.validation is not None and ask:
+        validation, on_validation = _validate(engine, federation, federation.validation, model, metrics, named)
+        table |= on_validation
     return Evaluation(
         accuracy=_share(sum(hits), sum(counts)),
         loss=float(loss.mean(dtype=np.float64)) if len(loss) else math.nan,
@@ -106,6 +112,7 @@ def evaluate(
         fair=fair,
         metrics=table,
         untested=untested,
+        validation=validation,
     )
 
 
@@ -169,6 +176,40 @@ def _evaluation(
         fair=fairness(own.predicted == own.labels, offsets),
         metrics=table,
     )
+
+
+def _validate(
+    engine: Engine,
+    federation: Federation,
+    held: HeldOut,
+    model: Tensor,
+    metrics: Sequence[Metric],
+    named: Sequence[str],
+) -> tuple[Scores, Table]:
+    """How a model does on the samples that are held out: all of them together, and over the clients."""
+    classes, labels = len(federation.dataset.classes), federation.dataset.train.y.numpy()[held.samples]
+    loss, here = _outcomes(engine, model, "validation", labels, metrics, classes)
+    right, table = here.predicted == here.labels, Table()
+    found = engine.local_tests({"model": model}, "validation")
+    if found is None:
+        fair = fairness(right[: len(held.index)], held.offsets)
+        everywhere = _share(int(right.sum()), len(right))
+        mean_loss = float(loss.mean(dtype=np.float64)) if len(loss) else math.nan
+        table = Table({f"val_{k}": v for k, v in scores.on_one_set(here, classes, metrics).values.items()})
+    else:  # sites send counts; the server's own samples are here
+        fair, _ = _fairness_of_those_tested(found, held.sizes)
+        heard = sum(int(held.sizes[client]) for client in found)
+        everywhere = _share(int(right.sum()) + sum(test.hits for test in found.values()), len(right) + heard)
+        mean_loss, table = math.nan, Table(reasons={"val_loss": "sites send counts, never losses"})
+        pooled = _metrics_of_those_tested(found, named).values
+        table.values |= {f"val_{name}": pooled[f"pooled_{name}"] for name in named if f"pooled_{name}" in pooled}
+    return {
+        "val_accuracy": everywhere,
+        "val_loss": mean_loss,
+        "val_amp": fair.amp,
+        "val_fm": fair.fm,
+        "val_wlp": fair.wlp,
+    }, table
 
 
 def tested(engine: Engine, federation: Federation, model: Tensor) -> tuple[float, IntArray]:

@@ -19,6 +19,7 @@ models/             the global model after some of the rounds, if the run was to
 teachers/           the regions' models at each episode's end, if the run was to save them
 checkpoints/        the last rounds' server state (keep_checkpoints), the clients' own, and an index with their digests
 tensorboard/        events for TensorBoard, if they were asked for
+wandb/              files for Weights & Biases, if they were asked for
 run.json            the run's number and its sites, if its clients are elsewhere
 counts.json         the numbers of samples that each of them reported when it joined
 received.jsonl      what each of them sent, and its digest
@@ -29,6 +30,10 @@ A folder of several runs, as `fedstill compare` makes, also has:
 
 comparison.json     every number of the comparison, its runs in the order of its tables
 students/           how accurate students of saved teachers were, so that presets and claims teach none twice
+
+and one that `fedstill tune` makes, with a folder for each method and its trials:
+
+tuning.json         every trial, its settings and what it came to; the winners
 """
 
 from __future__ import annotations
@@ -55,6 +60,7 @@ MODELS = "models"
 TEACHERS = "teachers"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
+MLFLOW = "mlruns"  # beside run directories, if MLflow is to write there
 SERVED = "run.json"
 COUNTS = "counts.json"
 RECEIVED = "received.jsonl"
@@ -64,6 +70,7 @@ AUDIT = "audit.json"  # in it
 AUDIT_PICTURE = "audit.png"
 COMPARISON = "comparison.json"  # beside run directories
 STUDENTS = "students"  # beside run directories
+TUNING = "tuning.json"  # beside the folders of trials
 
 INPUTS = (TOKENIZER, PREPROCESSING, FROZEN)  # written before the first round
 RESULTS = (SUMMARY, CLIENTS, MODEL, DESCRIPTION, CURVES)  # written at the end

@@ -23,7 +23,7 @@ from fedstill.building.groups import Group
 from fedstill.building.setup import Setup, majority
 from fedstill.building.topology import Region
 from fedstill.core import device, seeds, tree
-from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.errors import Diverged, FedstillError, SettingError
 from fedstill.core.tree import Message, first_not_finite, nbytes
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import FinalExchange, Train, Worker
@@ -226,7 +226,7 @@ class RoundLoop:
         for server in (self.server, *self.regional.values()):  # before it can become a checkpoint
             if not torch.isfinite(server.model).all():
                 which = "the global model" if server is self.server else f"the model of region {server.region + 1}"
-                raise FedstillError(f"round {round_}: {which} is no longer finite; a smaller lr may help")
+                raise Diverged(f"round {round_}: {which} is no longer finite; a smaller lr may help")
         if episode:
             self.callbacks.tell("on_aggregation_end", episode)
         trained = time.perf_counter()
@@ -514,7 +514,7 @@ class RoundLoop:
     def _finite(self, models: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, model in models.items():
             if not torch.isfinite(model).all():
-                raise FedstillError(f"round {self.server.round}: {name} is no longer finite; a smaller rate may help")
+                raise Diverged(f"round {self.server.round}: {name} is no longer finite; a smaller rate may help")
         return models
 
     def _final_models(self) -> dict[str, Tensor]:

@@ -12,9 +12,11 @@ from typing import Any, Literal
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from fedstill.building.config import Config
 from fedstill.core.errors import SettingError
 from fedstill.core.files import naming, write_atomic
 from fedstill.metrics.records import RoundRecord, scalars, value_of
+from fedstill.metrics.scores import lower_is_better
 from fedstill.running import files
 from fedstill.running.callbacks import Callback, RunView
 
@@ -23,6 +25,16 @@ log = logging.getLogger(__name__)
 Mode = Literal["min", "max"]
 _SMALLER_IS_BETTER = ("loss", "fm")
 _OF_THE_TEST_SET = ("accuracy", "loss", "per_class")
+
+
+def usual_mode(metric: str) -> Mode:
+    """Whether the smallest or the largest number of this name is the best.
+
+    >>> usual_mode("val_loss"), usual_mode("val_amp")
+    ('min', 'max')
+    """
+    last = metric.rpartition(".")[2]
+    return "min" if last.endswith(_SMALLER_IS_BETTER) or lower_is_better(last) else "max"
 
 
 class _Best(Callback):
@@ -34,8 +46,7 @@ class _Best(Callback):
         if not min_delta >= 0:
             raise SettingError(f"min_delta = {min_delta!r}: at least 0")
         self.metric, self.min_delta = metric, min_delta
-        last = metric.rpartition(".")[2]
-        self.mode: Mode = mode or ("min" if last.endswith(_SMALLER_IS_BETTER) else "max")
+        self.mode: Mode = mode or usual_mode(metric)
         self.best: float | None = None
         self.best_round = 0
 
@@ -54,6 +65,8 @@ class _Best(Callback):
     def _check(self, record: RoundRecord) -> None:
         """Refuse a metric that no round will have, at the first that was evaluated."""
         parent, _, last = self.metric.rpartition(".")
+        if last in record.get("metrics", {}) or last in record.get("unmeasured", {}):
+            return
         holder: Any = record
         for part in parent.split(".") if parent else ():
             holder = holder.get(part, {}) if isinstance(holder, dict) else {}
@@ -150,6 +163,15 @@ class SaveBest(_Best):
         if self.improved(record):
             tensors = {name: t.detach().clone().contiguous() for name, t in run.model().state_dict().items()}
             write_atomic(run.path / files.BEST, save_tensors(tensors, metadata={"round": str(record["round"])}))
+
+
+def selection(config: Config) -> list[Callback]:
+    """What a run's own settings have to be heard: select, restore_best, patience and min_delta."""
+    found: list[Callback] = [SaveBest(config.select)] if config.select else []
+    if config.patience or config.restore_best:
+        patience = config.patience or config.rounds + 1  # which no run waits for
+        found.append(EarlyStopping(config.select, patience, config.min_delta, restore_best=config.restore_best))
+    return found
 
 
 class Budget(Callback):

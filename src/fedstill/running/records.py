@@ -25,7 +25,8 @@ NOT_EVALUATED: Scores = {
     "local_accuracy": None,
 }
 QUALITY = tuple(NOT_EVALUATED)
-LOWER_IS_BETTER = ("loss", "fm")
+VALIDATION = ("val_accuracy", "val_loss", "val_amp", "val_fm", "val_wlp")
+LOWER_IS_BETTER = ("loss", "fm", "val_loss", "val_fm")
 FINAL_EVALUATIONS = 5
 
 
@@ -84,6 +85,10 @@ def of_own_models(uplinks: Tally, metrics: Sequence[str] = ()) -> Scores:
         "fm": float(local.var()) if len(local) > 1 else None,
         "wlp": float(local.min()) if known else None,
     }
+    if held := uplinks.metrics.get("val_accuracy"):
+        own = np.array(held)
+        scores |= {"val_accuracy": float(own.mean()), "val_amp": float(own.mean()), "val_wlp": float(own.min())}
+        scores["val_fm"] = float(own.var()) if len(own) > 1 else None
     return scores | {"unmeasured": missing} if missing else scores
 
 
@@ -136,7 +141,8 @@ def summarise(config: Config, records: Sequence[RoundRecord], final_exchange: Ma
 def _best_and_final(scored: Sequence[Scores]) -> BestAndFinal:
     """The best of each number, and the mean of the last five, over the rounds that were evaluated."""
     found: dict[str, Any] = {}
-    for name in QUALITY:
+    validated = [name for name in VALIDATION if any(name in r for r in scored)]
+    for name in (*QUALITY, *validated):
         found |= _of_one(scored, name, lower=name in LOWER_IS_BETTER)
     names = dict.fromkeys(name for r in scored for name in r.get("metrics", {}))
     metrics: dict[str, float | None] = {}

@@ -20,7 +20,7 @@ from fedstill.building.data import data_source, load_data
 from fedstill.building.setup import prepare
 from fedstill.core import trust
 from fedstill.core.device import CPU, find
-from fedstill.core.errors import DataError, FedstillError, SettingError
+from fedstill.core.errors import DataError, Diverged, FedstillError, SettingError
 from fedstill.core.files import read_json
 from fedstill.core.processes import die_with_parent
 from fedstill.data.dataset import Dataset
@@ -30,7 +30,9 @@ from fedstill.running import api, files
 from fedstill.running.callbacks import Callback, RunView, by_name
 from fedstill.running.directory import RunDirectory
 from fedstill.running.machine import check_engine, cores, one_thread
+from fedstill.running.monitors import selection
 from fedstill.running.places import check_result, stopped_by
+from fedstill.running.uplinks import TooFewClients
 
 log = logging.getLogger(__name__)
 
@@ -95,10 +97,14 @@ class Cell:
         return self.config.rounds
 
     @property
+    def _hearing(self) -> list[Callback]:
+        return [*selection(self.config), *self.callbacks]
+
+    @property
     def finished(self) -> bool:
         """Whether all rounds are done, or one of its callbacks has stopped it."""
         done = self.rounds_done()
-        return done == self.config.rounds or (done is not None and stopped_by(self.path) in by_name(self.callbacks))
+        return done == self.config.rounds or (done is not None and stopped_by(self.path) in by_name(self._hearing))
 
 
 def other_settings(there: Config, wanted: Config) -> str:
@@ -148,6 +154,14 @@ class Watcher:
     def finished(self, cell: Cell) -> None: ...
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Why a run did not end."""
+
+    reason: str
+    diverged: bool = False  # by its settings: trying again would come to the same
+
+
 def run_cells(cells: Sequence[Cell], *, jobs: int = 0, watcher: Watcher | None = None) -> None:
     """Run the cells that are not finished, as many at a time as there are cores; each then has one worker.
 
@@ -155,19 +169,30 @@ def run_cells(cells: Sequence[Cell], *, jobs: int = 0, watcher: Watcher | None =
 
     A cell that fails does not keep the others from ending; it is named when they have.
     """
+    raise_first(try_cells(cells, jobs=jobs, watcher=watcher))
+
+
+def raise_first(failed: Mapping[Path, Failure]) -> None:
+    """Raise the first of some failures."""
+    for path, failure in failed.items():
+        others = f" ({len(failed)} runs failed)" if len(failed) > 1 else ""
+        raise FedstillError(f"{path}: {failure.reason}{others}; the others are finished")
+
+
+def try_cells(cells: Sequence[Cell], *, jobs: int = 0, watcher: Watcher | None = None) -> dict[Path, Failure]:
+    """The same; which cells failed, and why."""
     watcher, todo = watcher or Watcher(), [cell for cell in cells if not cell.finished]
     if not todo:
-        return
+        return {}
     if any(cell.config.engine == "ray" for cell in todo):
         from fedstill.studies.cluster import run_on_cluster
 
-        _raise_first(run_on_cluster(todo, jobs, watcher))
-        return
+        return run_on_cluster(todo, jobs, watcher)
     on_gpu = any(find(cell.config.device) != CPU for cell in todo)
     jobs = min(jobs or (1 if on_gpu else cores()), len(todo))
     workers = max(1, cores() // jobs)
     running: dict[Connection, tuple[Any, Cell]] = {}
-    failed: dict[Path, str] = {}
+    failed: dict[Path, Failure] = {}
     waiting = list(reversed(todo))
     try:
         while waiting or running:
@@ -187,18 +212,11 @@ def run_cells(cells: Sequence[Cell], *, jobs: int = 0, watcher: Watcher | None =
             process.terminate()
         for process, _ in running.values():
             process.join()
-    _raise_first(failed)
-
-
-def _raise_first(failed: Mapping[Path, str]) -> None:
-    if failed:
-        path, reason = next(iter(failed.items()))
-        others = f" ({len(failed)} runs failed)" if len(failed) > 1 else ""
-        raise FedstillError(f"{path}: {reason}{others}; the others are finished")
+    return failed
 
 
 def _hear(
-    pipe: Connection, running: dict[Connection, tuple[Any, Cell]], failed: dict[Path, str], watcher: Watcher
+    pipe: Connection, running: dict[Connection, tuple[Any, Cell]], failed: dict[Path, Failure], watcher: Watcher
 ) -> None:
     """One message of a run, or its end."""
     process, cell = running[pipe]
@@ -209,11 +227,11 @@ def _hear(
         pipe.close()
         del running[pipe]
         if process.exitcode and cell.path not in failed:
-            failed[cell.path] = f"its process ended with code {process.exitcode}"
+            failed[cell.path] = Failure(f"its process ended with code {process.exitcode}")
         watcher.finished(cell)
         return
     if "error" in message:
-        failed[cell.path] = message["error"]
+        failed[cell.path] = Failure(message["error"], message["diverged"])
     else:
         watcher.round_done(cell, message["round"])
 
@@ -226,6 +244,20 @@ class _Tell(Callback):
         self._tell({"round": record["round"]})
 
 
+def carry_out(cell: Cell, more: Sequence[Callback] = (), **machine: Any) -> None:
+    """Begin a run, or go on with it, in this process; `machine` are settings of where it runs."""
+    given: dict[str, Any] = {**cell.own, "callbacks": [*cell.callbacks, *more]}
+    with one_thread():
+        if cell.rounds_done() is None:
+            update: dict[str, Any] = dict(machine)
+            if again := (cell.path / files.CONFIG).is_file():
+                update |= keeping(RunDirectory.open(cell.path, lock=False).config(replaced=cell.own), cell.config)
+            api.run_config(cell.config.model_copy(update=update), cell.path, force=again, **given)
+        else:
+            given |= {"device": cell.config.device, "engine": machine.get("engine")}
+            api.resume(cell.path, rounds=cell.config.rounds, **given)
+
+
 def _one(cell: Cell, workers: int, pipe: Connection, parent: int) -> None:
     """A process that carries out one run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
@@ -234,22 +266,16 @@ def _one(cell: Cell, workers: int, pipe: Connection, parent: int) -> None:
     def tell(message: dict[str, Any]) -> None:
         pipe.send_bytes(json.dumps(message).encode())
 
-    carry_out(cell, tell, workers=workers)
+    report_run(cell, tell, workers=workers)
 
 
-def carry_out(cell: Cell, tell: Callable[[dict[str, Any]], None], **machine: Any) -> None:
-    """Begin a run or go on with it, and tell which round is done, or an error; `machine` are settings of its own."""
-    more: dict[str, Any] = {**cell.own, "callbacks": [*cell.callbacks, _Tell(tell)]}
+def report_run(cell: Cell, tell: Callable[[dict[str, Any]], None], **machine: Any) -> None:
+    """Carry out a run, and tell which round is done, or an error."""
     try:
-        with one_thread():
-            if cell.rounds_done() is None:
-                update: dict[str, Any] = dict(machine)
-                if again := (cell.path / files.CONFIG).is_file():
-                    update |= keeping(RunDirectory.open(cell.path, lock=False).config(replaced=cell.own), cell.config)
-                api.run_config(cell.config.model_copy(update=update), cell.path, force=again, **more)
-            else:
-                more |= {"device": cell.config.device, "engine": machine.get("engine")}
-                api.resume(cell.path, rounds=cell.config.rounds, **more)
+        carry_out(cell, [_Tell(tell)], **machine)
+    except (Diverged, TooFewClients) as error:
+        tell({"error": str(error), "diverged": True})
     except Exception as error:
         log.exception("%s", cell.path)
-        tell({"error": str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)})
+        text = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
+        tell({"error": text, "diverged": False})

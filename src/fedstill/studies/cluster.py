@@ -30,7 +30,7 @@ from fedstill.running import lock
 from fedstill.running.files import CHECKPOINTS
 from fedstill.running.inputs import saved_tokenizer
 from fedstill.running.machine import cores
-from fedstill.studies.cells import Cell, Watcher, carry_out
+from fedstill.studies.cells import Cell, Failure, Watcher, report_run
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Study:
     cells: Sequence[Cell]
     jobs: int  # at a time; 0: as many as the cluster has room for
     watcher: Watcher
-    failed: dict[Path, str] = field(default_factory=dict)
+    failed: dict[Path, Failure] = field(default_factory=dict)
     _told: dict[Path, int] = field(default_factory=dict)  # the last round that the watcher knows
     _deaths: dict[Path, int] = field(default_factory=dict)
     _stored: dict[Any, Any] = field(default_factory=dict)  # references to what several runs share
@@ -122,7 +122,7 @@ class Study:
             self.watcher.finished(cell)
             return False
         except ray.exceptions.RayTaskError as error:
-            self.failed[cell.path] = in_one_line(error.cause)
+            self.failed[cell.path] = Failure(in_one_line(error.cause))
             return True
         except ray.exceptions.RayError as error:
             self._deaths[cell.path] = self._deaths.get(cell.path, 0) + 1
@@ -130,11 +130,12 @@ class Study:
                 log.warning("%s: its process or node is gone; it goes on elsewhere", cell.path)
                 waiting.appendleft(cell)
             else:
-                self.failed[cell.path] = f"its process or node was gone {_DEATHS_ALLOWED} times: {in_one_line(error)}"
+                gone = f"its process or node was gone {_DEATHS_ALLOWED} times: {in_one_line(error)}"
+                self.failed[cell.path] = Failure(gone)
                 self.watcher.finished(cell)
             return False
         if "error" in message:
-            self.failed[cell.path] = message["error"]
+            self.failed[cell.path] = Failure(message["error"], message["diverged"])
         _apply(message, cell.path)
         if message.get("round", 0) > self._told[cell.path]:
             self._told[cell.path] = message["round"]
@@ -235,7 +236,7 @@ class _Reports:
 
     def _run(self, cell: Cell) -> None:
         try:
-            carry_out(cell, self._tell, **_INLINE)
+            report_run(cell, self._tell, **_INLINE)
         finally:
             self._queue.put(None)
 
@@ -250,7 +251,7 @@ class _Reports:
         return {"written": written, "gone": gone}
 
 
-def run_on_cluster(cells: Sequence[Cell], jobs: int, watcher: Watcher) -> dict[Path, str]:
+def run_on_cluster(cells: Sequence[Cell], jobs: int, watcher: Watcher) -> dict[Path, Failure]:
     """Run the cells; those that failed, and why."""
     study = Study(cells, jobs, watcher)
     study.run()

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge, Lt
 from torch import Tensor
 
+from fedstill.core.space import Search
 from fedstill.methods.base import Server
 from fedstill.methods.robust.rule import Replacing, columns, median
 
@@ -47,7 +48,13 @@ class TrimmedMean(Coordinatewise):
 
     name: ClassVar[str] = "trimmed-mean"
 
-    trim: Annotated[float, Ge(0), Lt(0.5), "share of the clients cut off at each end; 0: the plain, uniform mean"] = 0.2
+    trim: Annotated[
+        float,
+        Ge(0),
+        Lt(0.5),
+        Search("0.05..0.45"),
+        "share of the clients cut off at each end; 0: the plain, uniform mean",
+    ] = 0.2
 
     def middle(self, values: Tensor) -> Tensor:
         n = len(values)

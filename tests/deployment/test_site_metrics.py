@@ -76,7 +76,8 @@ def test_a_site_that_does_not_agree_sends_hits_alone_and_the_record_says_so(tmp_
 
 @pytest.mark.slow
 def test_what_needs_probabilities_is_worked_out_at_each_site(tmp_path: Path) -> None:
-    named, wire = {"metrics": ["auroc", "ece"]}, Agreeing(tmp_path)
+    named: dict[str, Any] = {"metrics": ["auroc", "ece"]}
+    wire = Agreeing(tmp_path)
     there = served(wire, tmp_path / "served", **TINY, **named).records[-1]
     here = alone(tmp_path / "alone", **TINY, **named).records[-1]["metrics"]
     assert not any("probabilities" in json.dumps(answer, default=str) for answer in wire.answers)

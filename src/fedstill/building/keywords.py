@@ -217,6 +217,8 @@ class MethodSettings(TypedDict, total=False):
     """fedhyb: weight of the self-distillation."""
     activation_mean: bool
     """fedkf: mean of the absolute features instead of their sum."""
+    adaptive_clip: float
+    """dp: share of the updates that the clip should leave as they are; 0: the clip stays."""
     adv_epochs: int
     """dafkd: and only in a round's first epochs; 0: in all."""
     adv_rounds: int
@@ -256,10 +258,15 @@ class MethodSettings(TypedDict, total=False):
     """dafkd: the generator's first weights have deviation 0.02, as in DCGAN."""
     decay: float
     """fedgen: factor on both weights, and on the generator's rate, after each round."""
+    delta: float
+    """dp: how likely the promise may fail; 0: 0.1 / clients; dp-sgd: how likely the promise may fail; below 1 /
+    samples of a client."""
     digest: Literal["joint", "first"]
     """fedmd: learn the consensus beside the private data, or before them."""
     distribution: Literal["gaussian", "dirichlet"]
     """fedbe: of the updates, or of the clients' shares."""
+    down: Literal["none", "bfloat16", "int8"]
+    """compress: models that the server sends."""
     draw_size: int
     """creff: samples in each."""
     draws: int
@@ -332,6 +339,9 @@ class MethodSettings(TypedDict, total=False):
     """fedprox: weight of the proximal term; moon: weight of the contrast."""
     noise: float
     """fedhkd: standard deviation of the noise that clients add to mean features."""
+    noise_multiplier: float
+    """dp: standard deviation of the noise on the sum, in clips; 0: found from target_epsilon, or 1; dp-sgd:
+    standard deviation of the noise on a step's sum, in clips."""
     nu: float
     """fedhyb: weight of the features on the server; geomed: smallest distance that is divided by."""
     penalty: float
@@ -360,6 +370,10 @@ class MethodSettings(TypedDict, total=False):
     """fedhyb: largest rotation of a sub-network's images, in degrees."""
     samples: int
     """fedbe: models drawn; 0 with clients_teach is plain ensemble distillation."""
+    sampling: Literal["poisson", "fixed"]
+    """dp: each client is drawn by chance, or a fixed number of them (needs more noise)."""
+    scales: str
+    """dp: length of parts beside an update of norm 1, as in 'logits=10 known=3'."""
     server_batch: int
     """fedtgp: batch size of their training; feddf: batch size of the distillation; dafkd: B: samples in each, and
     the batch size of the distillation; fedhyb: batch size of the distillation; fedftg: generated samples a
@@ -380,6 +394,8 @@ class MethodSettings(TypedDict, total=False):
     distillation (Adam); f2l: learning rate of the distillation (Adam)."""
     server_steps: int
     """feddf: distillation steps a round."""
+    share: float
+    """compress: of topk: the share of the weights whose change is sent."""
     shared: str
     """fml: the network that is shared: a name, as of model; fedkd: the network that is shared: a name, as of
     model."""
@@ -396,6 +412,9 @@ class MethodSettings(TypedDict, total=False):
     """fedftg: steps of the student in each."""
     t1: bool
     """fedkf: teach and return the all-clients average; False is FedKF-."""
+    target_epsilon: float
+    """dp: most that may be spent; the run ends before it would be more; dp-sgd: most that any client may spend;
+    the run ends before; 0: no end."""
     tau: float
     """moon: temperature of the contrast; fedtgp: largest margin; centered-clip: radius around the centre; 0: the
     median of the clients' distances from it."""
@@ -409,6 +428,8 @@ class MethodSettings(TypedDict, total=False):
     sample counts; creff: average the clients' weights uniformly, not by sample counts; lkd: average the
     clients' weights uniformly, not by sample counts; mtkd: average the clients' weights uniformly, not by
     sample counts; f2l: average the clients' weights uniformly, not by sample counts."""
+    up: Literal["none", "bfloat16", "int8", "topk"]
+    """compress: clients' updates: int8 or topk with error feedback, bfloat16 without, or none."""
     update: bool
     """lkd: the old global model teaches too (Eq. 4); mtkd: the old global model teaches too (Eq. 4); f2l: the old
     global model teaches too (Eq. 4)."""

@@ -122,9 +122,13 @@ def test_a_sweep_over_saved_teachers_takes_one_run_a_seed(tmp_path: Path, monkey
     assert found["G-student", 0.0].values == own, "the run itself was made at that point"
     assert found["G-student", 0.0].values != found["G-student", 1.0].values
 
-    taught = []
-    teach = LKD.teach
-    monkeypatch.setattr(LKD, "teach", lambda self, *args: (taught.append(self.lambda3), teach(self, *args)))
+    taught, teach = list[float](), LKD.teach
+
+    def counted(self: LKD, *args: Any) -> None:
+        taught.append(self.lambda3)
+        teach(self, *args)
+
+    monkeypatch.setattr(LKD, "teach", counted)
     assert entries(plan) == list(found.values())
     assert not taught, "each student was taught before"
     kept, _ = sorted((tmp_path / "students").iterdir())

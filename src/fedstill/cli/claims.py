@@ -43,7 +43,7 @@ def carry_on(
     evidence = Evidence(seeds, out / "cells", **given)
     every = [cell for claim in claims() for check in claim.check for cell in evidence.cells(check)]
     cells = list({cell.path: cell for cell in every}.values())
-    todo = [cell for cell in cells if not cell.finished]
+    todo = [cell for cell in cells if not evidence.finished(cell)]
     console.print(
         f"{len(claims())} claims, {seeds} seeds: {len(cells)} runs, {len(cells) - len(todo)} done", style="bold"
     )

@@ -16,8 +16,7 @@ A 1x1 convolution with a stride is one without, on every `stride`-th pixel, and 
   microseconds.
 
 oneDNN keeps the kernels that it has made, 1,024 of them. FedHyb's sub-networks have another width in every step: those
-of ShuffleNetV2 need more, which were made again and again (46 ms a step instead of 35). Eight times as many are kept
-here.
+of ShuffleNetV2 need more, which were made again and again (46 ms a step instead of 35). Here 8,192 are kept.
 """
 
 from __future__ import annotations

@@ -95,6 +95,7 @@ class Evidence:
         self._seeds, self._root, self._given = seeds, root, given
         self._plans: dict[str, Plan] = {}
         self._student_accuracies: dict[str, dict[str, list[float | None]]] = {}
+        self._finished: set[Path] = set()  # many checks ask for the same run
 
     def plan(self, preset: str) -> Plan:
         if preset not in self._plans:
@@ -109,7 +110,13 @@ class Evidence:
     def seeds(self, check: Check) -> list[int]:
         """Those of which every run is finished."""
         runs = [self._place(check, term).cells for term in check.terms]
-        return [s for s in range(self._seeds) if all(cells[s].finished for cells in runs)]
+        return [s for s in range(self._seeds) if all(self.finished(cells[s]) for cells in runs)]
+
+    def finished(self, cell: Cell) -> bool:
+        """Whether a run is; once it is, its directory is not read again for that."""
+        if cell.path not in self._finished and cell.finished:
+            self._finished.add(cell.path)
+        return cell.path in self._finished
 
     def numbers(self, check: Check, term: Term, seeds: Sequence[int]) -> list[float]:
         """A term's numbers on some seeds."""
@@ -249,8 +256,9 @@ def saved(evidence: Evidence, earlier: Mapping[str, Any] | None = None) -> dict[
         there = known.get(_question(here["check"]), here)
         return there | {"check": here["check"]} if len(there["seeds"]) > len(here["seeds"]) else here
 
-    cells = [cell for claim in claims() for check in claim.check for cell in evidence.cells(check) if cell.finished]
-    versions = {json.dumps(cell.summary().get("versions", {}), sort_keys=True) for cell in cells}
+    every = {cell.path: cell for claim in claims() for check in claim.check for cell in evidence.cells(check)}
+    summaries = [cell.summary() for cell in every.values() if evidence.finished(cell)]
+    versions = {json.dumps(summary.get("versions", {}), sort_keys=True) for summary in summaries}
     return {
         "versions": sorted(versions.union(earlier["versions"])),
         "presets": described_presets,

@@ -262,7 +262,7 @@ def test_work_that_ends_a_second_worker_ends_the_run_and_is_named(tmp_path: Path
 
 @dataclass(frozen=True)
 class Unplugged(fedstill.FedAvg):
-    """A node that goes down while a client of round 2 is at work there; the other node waits with its own until then."""
+    """A node that goes down while a client of round 2 is at work there; the other node waits until then."""
 
     node: str = ""
     flag: str = ""

@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster of two nodes: the same bits as in one process, whoever dies, and nothing left behind."""
+"""Runs on a Ray cluster: the same bits as in one process, whoever dies, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from fedstill.studies import cluster as studies_on_cluster
 from fedstill.studies.cells import Cell, Watcher, run_cells
 from support.engines import Remembering, Suicidal, all_client_states, command, environment, rounds_written
 from support.guards import start
-from support.quick import QUICK
 from support.runs import SMALL, RunSmall, numbers, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
@@ -43,7 +42,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, rea
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes with a core each, to which all runs of this process are connected, and whose workers they share.
+    """A node with two cores, to which all runs of this process are connected, and whose workers they share.
 
     A worker that starts imports PyTorch, which takes longer than these runs.
     """
@@ -56,8 +55,8 @@ def cluster() -> Iterator[Any]:
         tempfile.TemporaryDirectory(prefix="fs-", ignore_cleanup_errors=True) as folder,
     ):
         patch.setenv("RAY_TMPDIR", folder)  # of a short name: there are sockets in it
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-        cluster.add_node(num_cpus=1, num_gpus=1)
+        head = {"num_cpus": 2, "num_gpus": 1, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         patch.setenv("RAY_ADDRESS", cluster.address)
         patch.setattr(ray_cluster, "_remote", lambda gpus: idle)
         patch.setattr(ray_cluster.RayCluster, "close", lambda engine: idle.take_from(engine))  # noqa: PLW0108 - of the class
@@ -96,7 +95,6 @@ idle = Idle()
 KINDS: dict[str, dict[str, Any]] = {
     "fedavg": {"together": 2},  # clients in groups
     "feddf": {"pool": 60, "proxy": "pool"},  # a server that distils, and samples that are held twice
-    "dafkd": QUICK["dafkd"],  # three kinds of networks, sent both ways
     "fedavg+ccvr": {},  # a last exchange
     "fedavg+f2l": {"regions": 2, "participation": 1.0, "pool": 60},
 }
@@ -264,7 +262,7 @@ def test_work_that_ends_a_second_worker_ends_the_run_and_is_named(tmp_path: Path
 
 @dataclass(frozen=True)
 class Unplugged(fedstill.FedAvg):
-    """A node that goes down while a client of round 2 is at work there; other nodes wait with theirs until then."""
+    """A node that goes down while a client of round 2 is at work there; the other node waits until then."""
 
     node: str = ""
     flag: str = ""

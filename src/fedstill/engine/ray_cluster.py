@@ -74,13 +74,13 @@ class RayCluster(Engine):
             self._connect()
             import ray
 
-            broadcast = ray.put(tree.encode(down))
+            broadcast, room = ray.put(tree.encode(down)), self._room()
             todo = deque(range(len(groups)))
             done: dict[int, list[Tree]] = {}
             deaths: dict[int, int] = {}
             for place in range(len(groups)):
                 while place not in done:
-                    self._start_workers(len(todo))
+                    self._start_workers(min(len(todo), room))
                     # Far enough ahead to keep everyone busy behind one slow client, near enough to bound what waits.
                     self._assign(todo, place + 4 * _QUEUED * len(self._handles), groups, broadcast)
                     self._receive(todo, done, groups, deaths)
@@ -120,10 +120,8 @@ class RayCluster(Engine):
         return max(1, int(min(room, there.get("GPU", 0) / self._gpus) if self._gpus else room))
 
     def _start_workers(self, wanted: int) -> None:
-        """Have a worker for each request that waits, up to the room there is."""
-        if len(self._handles) >= wanted:
-            return
-        for _ in range(min(wanted, self._room()) - len(self._handles)):
+        """Have so many workers; those for which there is no room yet wait for it."""
+        for _ in range(wanted - len(self._handles)):
             actor = self._make_actor.remote()
             home = {"folder": os.getcwd(), "path": list(sys.path), "gpu": bool(self._gpus), "versions": _versions()}
             self._handles.append(WorkerHandle(actor, actor.start.remote([self._stored], home)))

@@ -32,11 +32,23 @@ def by_confidence(tmp_path: Path) -> str:
     return f"{file}:ByConfidence"
 
 
-@pytest.mark.parametrize("example", [0, 1])
+@pytest.mark.parametrize("example", [0, 1, 2])
 def test_the_methods_of_the_page_have_fewer_than_40_lines_of_class(example: int) -> None:
     code = blocks("docs/your-own-method.md", "python")[example]
     body = code[code.index("@dataclass") :]
     assert len([line for line in body.splitlines() if line.strip()]) < 40
+
+
+@pytest.mark.slow
+def test_the_pages_momentum_of_zero_is_fedavg_and_another_is_not(run_small: RunSmall, tmp_path: Path) -> None:
+    file = tmp_path / "momentum.py"
+    file.write_text(blocks("docs/your-own-method.md", "python")[2])
+    fedavg, none, much = (
+        weights(run_small(method, rounds=2, hyper=hyper))
+        for method, hyper in [("fedavg", {}), (f"{file}:Momentum", {"beta": 0.0}), (f"{file}:Momentum", {"beta": 0.9})]
+    )
+    torch.testing.assert_close(none, fedavg, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(much, fedavg, rtol=1e-3, atol=1e-4)
 
 
 PROXY = {"pool": 0.1, "proxy": "pool", "server_steps": 5, "rounds": 1}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fedstill
+from fedstill.core import custom
 from support.runs import SMALL, RunSmall, weights
 
 ROOT = Path(__file__).parents[2]
@@ -39,16 +41,13 @@ def test_the_methods_of_the_page_have_fewer_than_40_lines_of_class(example: int)
     assert len([line for line in body.splitlines() if line.strip()]) < 40
 
 
-@pytest.mark.slow
-def test_the_pages_momentum_of_zero_is_fedavg_and_another_is_not(run_small: RunSmall, tmp_path: Path) -> None:
-    file = tmp_path / "momentum.py"
-    file.write_text(blocks("docs/your-own-method.md", "python")[2])
-    fedavg, none, much = (
-        weights(run_small(method, rounds=2, hyper=hyper))
-        for method, hyper in [("fedavg", {}), (f"{file}:Momentum", {"beta": 0.0}), (f"{file}:Momentum", {"beta": 0.9})]
-    )
-    torch.testing.assert_close(none, fedavg, rtol=1e-3, atol=1e-4)
-    assert not torch.allclose(much, fedavg, rtol=1e-3, atol=1e-4)
+def test_the_pages_server_momentum_adds_up_past_updates(tmp_path: Path) -> None:
+    (tmp_path / "momentum.py").write_text(blocks("docs/your-own-method.md", "python")[2])
+    method, state = custom.load(f"{tmp_path}/momentum.py:Momentum")(beta=0.5), dict[str, float]()
+    for before, after, expected in [(1.0, 3.0, 3.0), (3.0, 7.0, 8.0)]:  # velocities 2, then 0.5 * 2 + 4
+        server = SimpleNamespace(before=before, model=after, state=state)
+        method.improve(server, [])
+        assert server.model == expected
 
 
 PROXY = {"pool": 0.1, "proxy": "pool", "server_steps": 5, "rounds": 1}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fedstill
+from fedstill.core import custom
 from support.runs import SMALL, RunSmall, weights
 
 ROOT = Path(__file__).parents[2]
@@ -32,11 +34,20 @@ def by_confidence(tmp_path: Path) -> str:
     return f"{file}:ByConfidence"
 
 
-@pytest.mark.parametrize("example", [0, 1])
+@pytest.mark.parametrize("example", [0, 1, 2])
 def test_the_methods_of_the_page_have_fewer_than_40_lines_of_class(example: int) -> None:
     code = blocks("docs/your-own-method.md", "python")[example]
     body = code[code.index("@dataclass") :]
     assert len([line for line in body.splitlines() if line.strip()]) < 40
+
+
+def test_the_pages_server_momentum_adds_up_past_updates(tmp_path: Path) -> None:
+    (tmp_path / "momentum.py").write_text(blocks("docs/your-own-method.md", "python")[2])
+    method, state = custom.load(f"{tmp_path}/momentum.py:Momentum")(beta=0.5), dict[str, float]()
+    for before, after, expected in [(1.0, 3.0, 3.0), (3.0, 7.0, 8.0)]:  # velocities 2, then 0.5 * 2 + 4
+        server = SimpleNamespace(before=before, model=after, state=state)
+        method.improve(server, [])
+        assert server.model == expected
 
 
 PROXY = {"pool": 0.1, "proxy": "pool", "server_steps": 5, "rounds": 1}

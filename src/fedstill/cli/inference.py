@@ -158,7 +158,7 @@ def export(
     path = out or Path(f"model{SUFFIX[format]}")
     predictor = _loaded(directory, which, client, model)
     write(predictor, path, format)
-    commands.say(f"{predictor}: {path}")
+    commands.say(f"model: {path}, {predictor}")
 
 
 def _loaded(directory: Path, which: str | None, client: str | None, model: str | None) -> Predictor:

@@ -51,7 +51,7 @@ class _Argument(typer.core.TyperArgument):
         self.help = given.get("help")
 
 
-typer.main.TyperArgument = _Argument  # type: ignore[misc]
+typer.main.TyperArgument = _Argument  # type: ignore[attr-defined]
 
 app = typer.Typer(
     name="fedstill",

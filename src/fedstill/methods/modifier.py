@@ -49,9 +49,9 @@ class Modifier(Method):
         if rules and not self.rule:
             last = f"leave {self.name} out" if self.has_final_exchange else f"put {rules[-1]} last"
             raise SettingError(f"{self.name} after {rules[-1]} uses what clients send as it comes, undefended; {last}")
-        if last := [part.name for part in self.inner.parts() if isinstance(part, Modifier) and part.outermost]:
+        if outer := [part.name for part in self.inner.parts() if isinstance(part, Modifier) and part.outermost]:
             raise SettingError(
-                f"{self.name} after {last[0]} would get messages as they are on the wire; put {last[0]} last"
+                f"{self.name} after {outer[0]} would get messages as they are on the wire; put {outer[0]} last"
             )
         self.inner.check(task)
         refuse_collisions(self, task)

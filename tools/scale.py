@@ -41,6 +41,7 @@ from fedstill.deployment.site import LocalInputs
 PER_PROCESS = 50  # light sites
 SAMPLES = 100  # that each says it has
 MB = 1e6
+IDLE = 5.0  # seconds
 
 
 def light_answer(number: int, body: Tree) -> Tree:
@@ -140,7 +141,11 @@ def loopback(sites: int, model: str, method: str, rounds: int) -> dict[str, Any]
         while len(link.present()) < sites:
             time.sleep(0.2)
         assert link._process is not None
-        watch = Watch({"server": psutil.Process(), "SuperLink": psutil.Process(link._process.pid)})
+        watched = {"server": psutil.Process(), "SuperLink": psutil.Process(link._process.pid)}
+        idle, began = Watch(watched), time.perf_counter()
+        time.sleep(IDLE)  # sites that ask for work, and get none
+        idling = idle.spent()["SuperLink"] / (time.perf_counter() - began)
+        watch = Watch(watched)
         began = time.perf_counter()
         result = serve(
             _config(method, model, rounds, clients=sites), names, link, root / "run",
@@ -158,6 +163,7 @@ def loopback(sites: int, model: str, method: str, rounds: int) -> dict[str, Any]
             "MB a round": round(moved / MB, 1),
             "MB/s": round(moved / MB / round_, 1),
             **{f"CPU s a round, {name}": round(cpu / rounds, 2) for name, cpu in spent.items()},
+            "CPU s a second without requests, SuperLink": round(idling, 2),
             **{f"memory MB, {name}": round(peak / MB) for name, peak in watch.peak.items()},
             "seconds in all": round(whole, 1),
         }
@@ -187,14 +193,14 @@ class Line:
         The server sends one request after the other; a site's own line takes its time too, and whichever is slower
         counts. Answers arrive in the order in which they are ready, and share the server's line one after the other.
         """
-        sent, ready = 0.0, list[tuple[float, int]]()
+        sent, begun = 0.0, list[tuple[float, int]]()
         for size, answer, spent in zip(down, up, work, strict=True):
             sent += size / self.server_bytes
             got = max(sent, size / self.site_bytes) + self.latency
-            ready.append((got + spent + answer / self.site_bytes + self.latency, answer))
+            begun.append((got + spent + self.latency, answer))  # when its first byte is at the server
         end = 0.0
-        for moment, answer in sorted(ready):
-            end = max(moment, end + answer / self.server_bytes)
+        for moment, answer in sorted(begun):
+            end = max(moment + answer / self.site_bytes, max(moment, end) + answer / self.server_bytes)
         return end
 
 

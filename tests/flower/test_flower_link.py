@@ -119,6 +119,7 @@ def test_what_has_arrived_of_an_answer_is_not_sent_again(trial: Trial, link: Flo
         wait(lambda: line.was_cut)
         trial.start("lagos", server=line.address)
     ((_, answer),) = answers
+    assert isinstance(answer, dict)
     assert torch.equal(answer["tensor"], tensor + 1)
     assert line.was_cut
     assert size < line.sent < size + after / 2  # from the start again, it would be size + after

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from fedstill.cli import network
 from fedstill.core.errors import FedstillError
 from fedstill.deployment.policy import Policy
 from fedstill.flower import versions
-from fedstill.flower.superlink import used
 from fedstill.flower.superlink.__main__ import USED_HERE
 
+used: Any = importlib.import_module(USED_HERE)
 MODULES = ("fedstill.flower.messages", network._SERVER, network._SITE, USED_HERE)
 
 

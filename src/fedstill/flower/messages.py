@@ -6,6 +6,7 @@ nor to a second site.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,11 @@ from flwr.supercore.inflatable.inflatable_protobuf_utils import (
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 from fedstill.flower.versions import Used
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each request
+logging.getLogger("flwr").setLevel(logging.ERROR)  # else one for each message
+# A 401 after a restart of the server only means to connect again, and node.py says so, also of a key that is not known.
+logging.getLogger("flwr").addFilter(lambda record: "401 Unauthorized" not in record.getMessage())
 
 USED: Used = {inflatable_utils: ("push_objects", "pull_objects")}
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0  # seconds: parts may come a moment after their message

@@ -9,8 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import logging
-import os
 import ssl
 import threading
 import time
@@ -18,10 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
-
-# Flower reads these when it is imported; they keep it from calling home.
-os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 
 import httpx
 from flwr.app import Message, RecordDict
@@ -58,11 +52,6 @@ from fedstill.flower import messages
 from fedstill.flower.records import MOST_TEXT
 from fedstill.flower.superlink import KEYS_PATH, MOST_OBJECTS, OVERHEAD, SECRET_HEADER
 from fedstill.flower.versions import TESTED, Used
-
-logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each request
-logging.getLogger("flwr").setLevel(logging.ERROR)  # else one for each message, and for each attempt to connect
-# A 401 after a restart of the server only means to connect again, and node.py says so, also of a key that is not known.
-logging.getLogger("flwr").addFilter(lambda record: "401 Unauthorized" not in record.getMessage())
 
 USED: Used = {
     ControlHttpClient: ("ListNodes", "RegisterNode", "ListRuns", "StopRun", "StartRun"),

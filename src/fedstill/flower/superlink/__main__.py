@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -47,7 +48,7 @@ def main() -> None:
     import uvicorn
     from starlette.middleware import Middleware
 
-    from fedstill.flower.superlink import used
+    used: Any = importlib.import_module(USED_HERE)
 
     def serve(*, host: str, port: int, **options: Any) -> None:
         # uvloop accepts connections where none can be counted; a header must not say who a client is.

@@ -164,8 +164,9 @@ def audit(
 
     Examples:
         >>> import fedstill, tempfile
-        >>> run = fedstill.run("fedavg", clients=4, rounds=1, epochs=1, fraction=0.05, engine="inline")
-        >>> found = audit(run.path, samples=50, inversion_steps=0)
+        >>> out = tempfile.mkdtemp() + "/run"
+        >>> _ = fedstill.run("fedavg", clients=4, rounds=1, epochs=1, fraction=0.05, engine="inline", out=out)
+        >>> found = audit(out, samples=50, inversion_steps=0)
         >>> [leak.seen for leak in found.leaks]
         ['final model', 'weights of a client']
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fedstill.building.config import resolve
 from fedstill.building.groups import deal
 from fedstill.building.setup import prepare
 from fedstill.core.errors import SettingError
+from fedstill.core.reports import Refusal
 from fedstill.deployment.policy import Policy
 from fedstill.deployment.site import LocalInputs, Site
 from fedstill.running.result import Result
@@ -195,7 +197,9 @@ def test_over_a_network_weights_need_one_network(tmp_path: Path) -> None:
         served(Wire(tmp_path), tmp_path / "run", "fedavg", models=["mlp", "cnn"])
 
 
-def test_a_site_opens_no_file_that_a_server_names_as_a_network(tmp_path: Path) -> None:
-    config = resolve({"method": "local", "models": ["evil.py:net", "mlp"]})
-    with pytest.raises(Exception, match="no name but a file"):
-        LocalInputs().config(config.toml())
+@pytest.mark.parametrize("models", [["evil.py:net", "mlp"], "mlp,evil.py:net", ["distilbert", "mlp"]])
+def test_a_site_opens_no_file_that_a_server_names_as_a_network(models: Any) -> None:
+    text = resolve({"method": "local"}).toml().replace("models = []", f"models = {json.dumps(models)}")
+    with pytest.raises(Refusal, match="give yours to the site"):
+        LocalInputs().config(text)
+    assert LocalInputs(model="cnn").config(text).model == "cnn"

@@ -104,7 +104,7 @@ def test_features_of_one_size_let_networks_share_prototypes_and_heads() -> None:
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["fedtgp", "fedkd", "feddf", *map(slow, ("lkd", "fedprox+t1", "lg-fedavg"))])
+@pytest.mark.parametrize("method", ["fedtgp", *map(slow, ("fedkd", "feddf", "lkd", "fedprox+t1", "lg-fedavg"))])
 def test_the_same_bits_after_a_kill_in_every_round(method: str, tmp_path: Path) -> None:
     settings = run_of(method.removesuffix("+t1"))
     whole = fedstill.run(method, **settings, out=tmp_path / "whole")
@@ -149,6 +149,7 @@ def test_every_clients_tests_are_those_of_its_groups_model(tmp_path: Path) -> No
     assert result.records[-1]["amp"] == pytest.approx(pooled)
 
 
+@pytest.mark.slow
 def test_feddf_without_steps_is_fedavg_in_each_group_and_with_some_each_learns() -> None:
     plain, taught = (fedstill.run("feddf", **run_of("feddf") | {"server_steps": steps}) for steps in (0, 2))
     averaged = fedstill.run("fedavg", **_without(run_of("feddf"), "server_steps"))

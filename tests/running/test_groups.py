@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fedstill.building.config import resolve
 from fedstill.building.groups import deal
 from fedstill.building.setup import prepare
 from fedstill.core.errors import SettingError
+from fedstill.core.reports import Refusal
 from fedstill.deployment.policy import Policy
 from fedstill.deployment.site import LocalInputs, Site
 from fedstill.running.result import Result
@@ -102,7 +104,7 @@ def test_features_of_one_size_let_networks_share_prototypes_and_heads() -> None:
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["fedtgp", "fedkd", "feddf", *map(slow, ("lkd", "fedprox+t1", "lg-fedavg"))])
+@pytest.mark.parametrize("method", ["fedtgp", *map(slow, ("fedkd", "feddf", "lkd", "fedprox+t1", "lg-fedavg"))])
 def test_the_same_bits_after_a_kill_in_every_round(method: str, tmp_path: Path) -> None:
     settings = run_of(method.removesuffix("+t1"))
     whole = fedstill.run(method, **settings, out=tmp_path / "whole")
@@ -147,6 +149,7 @@ def test_every_clients_tests_are_those_of_its_groups_model(tmp_path: Path) -> No
     assert result.records[-1]["amp"] == pytest.approx(pooled)
 
 
+@pytest.mark.slow
 def test_feddf_without_steps_is_fedavg_in_each_group_and_with_some_each_learns() -> None:
     plain, taught = (fedstill.run("feddf", **run_of("feddf") | {"server_steps": steps}) for steps in (0, 2))
     averaged = fedstill.run("fedavg", **_without(run_of("feddf"), "server_steps"))
@@ -195,7 +198,9 @@ def test_over_a_network_weights_need_one_network(tmp_path: Path) -> None:
         served(Wire(tmp_path), tmp_path / "run", "fedavg", models=["mlp", "cnn"])
 
 
-def test_a_site_opens_no_file_that_a_server_names_as_a_network(tmp_path: Path) -> None:
-    config = resolve({"method": "local", "models": ["evil.py:net", "mlp"]})
-    with pytest.raises(Exception, match="no name but a file"):
-        LocalInputs().config(config.toml())
+@pytest.mark.parametrize("models", [["evil.py:net", "mlp"], "mlp,evil.py:net", ["distilbert", "mlp"]])
+def test_a_site_opens_no_file_that_a_server_names_as_a_network(models: Any) -> None:
+    text = resolve({"method": "local"}).toml().replace("models = []", f"models = {json.dumps(models)}")
+    with pytest.raises(Refusal, match="give yours to the site"):
+        LocalInputs().config(text)
+    assert LocalInputs(model="cnn").config(text).model == "cnn"

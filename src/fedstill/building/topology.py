@@ -136,6 +136,8 @@ def arrange(
     if tables and config.regions != len(tables):
         raise SettingError(f"regions = {config.regions}, but there are {len(tables)} [[region]] tables")
     if len(groups) > 1 and method.networks in ("group", "teach"):
+        if config.save_models:
+            raise SettingError("save_models keeps one model, and there is one for each group; leave it out")
         each = tuple(Region(g.number, g.name, g.clients, method, g.task, config.participation) for g in groups)
         return Hierarchy(each, late=config.late_clients, late_from=config.late_from)
     if config.flat:

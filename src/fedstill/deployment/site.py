@@ -91,10 +91,6 @@ class LocalInputs:
         settings |= {"target": self.target} if self.target else {}
         named = [(name, settings.get(name, "")) for name in ("method", "model", "data", "proxy")]
         named += [("method", region.get("method", "")) for region in settings.get("region", [])]
-        if self.model:  # its own network is the site's, whatever others have
-            settings |= {"models": [], "group": []}
-        named += [("model", name) for name in settings.get("models", [])]
-        named += [("model", group.get("model", "")) for group in settings.get("group", [])]
         for name, value in named:
             harmless = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
             if not harmless and value != files.get(name):  # the owner gave it, for this and nothing else
@@ -104,7 +100,18 @@ class LocalInputs:
         self._name_encoder(settings)
         settings |= {"text_column": self.text_column, "label_column": self.label_column}
         settings |= {} if settings.get("target") else {"client_column": ""}
-        return resolve(settings, {"data_dir": self.data_dir, "device": self.device})
+        config = resolve(settings, {"data_dir": self.data_dir, "device": self.device})
+        self._check_groups(config)
+        return config
+
+    def _check_groups(self, config: Config) -> None:
+        """Refuse what is no name among the networks that are dealt, unless the site has its own."""
+        for group in () if self.model else config.each_group():
+            if ":" in group.model or group.model == "distilbert":
+                raise Refusal(
+                    Code.FILE_NAMED,
+                    f"the run deals a network that is a file, or pretrained, {group.model}; give yours to the site",
+                )
 
     def _name_encoder(self, settings: dict[str, Any]) -> None:
         options = settings.get("model_options", {})
@@ -190,7 +197,7 @@ class Site:
 
     def _finish(self, worker: Worker, config: Config, run: RunInfo, name: Any, down: Tree) -> Tree:
         with during(Step.FINAL), one_thread(), on(self._device):
-            config = own_network(config, run["client"], run["clients"])
+            config = self._own_network(config, run)
             self._finished(keep_model(self._directory, worker, config, run["client"], name, down))
         return {"received": True}
 
@@ -290,7 +297,6 @@ class Site:
                 check_tokenizer(run["tokenizer"])
         with during(Step.SETTINGS):
             table = policies.table_of(run)
-            config = own_network(config, run["client"], run["clients"])
         config = config.model_copy(update={"tokenizer": run["tokenizer"]})
         config = _own_columns(config, run) if table and self._inputs.data else config
         if self._inputs.data and config.proxy == "pool":  # which the server alone has
@@ -303,6 +309,7 @@ class Site:
             elif found.table:
                 raise DataError("these data are a table, and the run is about none")
             federation = self._federation(config, run, found)
+            config = self._own_network(config, run)
             method = registry.make(config.method, config.hyper)
             policies.check_network(self._policy, config, federation.dataset, method)
             with self._fetching(own=bool(self._inputs.pretrained) and not config.proxy):
@@ -324,6 +331,10 @@ class Site:
                 self._consent.check(run_number(run), name, inside[1], inside[0])
         store = Store(self._directory / STATE / run_number(run), run=run_number(run), earlier=True)
         return Worker(task, federation, method, store, tuple(inside for _, inside in regional), simulated=False)
+
+    def _own_network(self, config: Config, run: RunInfo) -> Config:
+        """The settings with this site's network: its own, or the one that it is dealt."""
+        return config if self._inputs.model else own_network(config, run["client"], run["clients"])
 
     def _fetching(self, *, own: bool) -> AbstractContextManager[None]:
         """What a server names is not fetched from the network, unless the policy says so."""

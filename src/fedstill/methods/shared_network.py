@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
 from fedstill.distill.auxiliary import Auxiliary
 from fedstill.methods.base import Part, Server, Wire
@@ -51,6 +52,8 @@ class SharedNetwork(Local):
 
         def make() -> Classifier:
             data = task.dataset
+            if self.shared == "distilbert":  # whose weights would be looked for, at sites too
+                raise SettingError(f"shared = {self.shared!r}: what is shared is small, and begins with random weights")
             return build(self.shared, data.input_shape, task.classes, vocabulary=data.vocabulary)
 
         return Auxiliary(task, f"shared {self.shared}", "shared network", make)

@@ -87,6 +87,11 @@ class RunView:
         return self._setup.task.size
 
     @property
+    def has_one_model(self) -> bool:
+        """Whether there is a global model, and not one for each group or client."""
+        return self.method.global_model and not self._setup.hierarchy.grouped
+
+    @property
     def networks(self) -> str:
         """The network and how many weights it has, in words; of each group, where clients have different ones."""
         found = [(group.name, group.task.size) for group in self._setup.groups] or [

@@ -121,8 +121,8 @@ class EarlyStopping(_Best):
     def on_run_start(self, run: RunView) -> None:
         if not self.restore_best:
             return
-        if not run.method.global_model:
-            raise SettingError(f"restore_best: {run.config.method} has no global model")
+        if not run.has_one_model:
+            raise SettingError(f"restore_best: {run.config.method} has no global model, or one for each group")
         if run.method.has_final_exchange:
             raise SettingError(f"restore_best: {run.config.method} changes the model after the last round")
         self.warn_of_choice()
@@ -153,8 +153,8 @@ class SaveBest(_Best):
         super().__init__(metric, mode)
 
     def on_run_start(self, run: RunView) -> None:
-        if not run.method.global_model:
-            raise SettingError(f"SaveBest: {run.config.method} has no global model")
+        if not run.has_one_model:
+            raise SettingError(f"SaveBest: {run.config.method} has no global model, or one for each group")
         self.warn_of_choice()
         if not (run.path / files.BEST).exists():
             self.best = None  # of a run that went back

@@ -373,11 +373,12 @@ class RoundLoop:
         wire = method.wire(region.task)
         if problem := misfit(down, wire.down):
             raise FedstillError(f"what the server is about to send is not what {method.name} declares: {problem}")
+        least = fewest_answers(config, method) if engine.remote else config.min_clients
         uplinks = Checked(
             cohort,
             engine.run([Train(k, round_, measure, region.number, self._state_of(k)) for k in cohort], down),
             wire.up,
-            least=min(len(cohort), fewest_answers(config, method) if engine.remote else config.min_clients),
+            least=min(least, len(cohort)) if protects_clients(method) else least,  # by chance, nobody may be drawn
             tick=self.client_done,
             names=self.setup.federation.names,
             # Whoever is left out because of others could tell of them; private updates are clipped instead.

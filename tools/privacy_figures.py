@@ -118,29 +118,33 @@ def table(out: Path, data: str) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
-    print("| epsilon | " + " | ".join(METHODS) + " |\n|---|" + "---|" * len(METHODS))
+    names = [method for method in METHODS if any(out.glob(f"{data}-{method}-*.json"))]
+    print("| epsilon | " + " | ".join(names) + " |\n|---|" + "---|" * len(names))
     shown: dict[str, list[tuple[float, float, float]]] = {}
     for epsilon in EPSILONS:
         cells = []
-        for method in METHODS:
+        for method in names:
             found = [read_json(p)["accuracy"] * 100 for p in sorted(out.glob(f"{data}-{method}-{epsilon:g}-*.json"))]
             spread = stdev(found) if len(found) > 1 else 0.0
-            cells.append(f"{mean(found):.1f} ± {spread:.1f}" if found else "")
+            cells.append(f"{mean(found):.1f} ± {spread:.1f} ({len(found)})" if found else "")
             if found:
                 shown.setdefault(method, []).append((epsilon or np.inf, mean(found), spread))
         print(f"| {f'{epsilon:g}' if epsilon else 'not private'} | " + " | ".join(cells) + " |")
     for method, points in shown.items():
         private = [point for point in points if np.isfinite(point[0])]
+        if len(private) < 2:  # no line yet
+            continue
         places, heights, spreads = zip(*private, strict=True)
         line = axes.errorbar(places, heights, spreads, label=method, marker="o", ms=4, lw=1.4, capsize=2)
         for _, height, _ in (point for point in points if not np.isfinite(point[0])):
             axes.axhline(height, color=line[0].get_color(), lw=0.8, ls=":")
     axes.set(xscale="log", xlabel=f"epsilon of a client (delta {0.1 / CLIENTS:g})", ylabel="test accuracy, %")
     axes.set_xticks(EPSILONS[:-1], [f"{e:g}" for e in EPSILONS[:-1]])
+    axes.minorticks_off()
     axes.set_title(f"{CLIENTS:,} clients, {data}; dotted: not private", fontsize=10)
     axes.legend(fontsize=8)
-    figure.savefig(out / "privacy.svg")
-    print(out / "privacy.svg")
+    figure.savefig(out / "privacy.png", dpi=150)
+    print(out / "privacy.png")
 
 
 def main() -> None:

@@ -43,9 +43,8 @@ def _solved(region: Region, config: Config, federation: Federation, elsewhere: b
         noise = accounting.noise_multiplier(plan, method.target_epsilon, delta) if method.target_epsilon else 1.0
         method = replace(method, noise_multiplier=noise)
     first = replace(plan, rounds=max(1, config.rounds_per_episode if not config.flat else 1))
-    if method.target_epsilon and (least := accounting.epsilon(first, method.noise_multiplier, delta)) > (
-        method.target_epsilon
-    ):
+    least = accounting.epsilon(first, method.noise_multiplier, delta)  # also to notice now that no package accounts
+    if method.target_epsilon and least > method.target_epsilon:
         raise SettingError(
             f"target_epsilon = {method.target_epsilon:g}: the first {first.rounds} of the rounds already spend "
             f"{least:.3g}; raise it, or noise_multiplier"

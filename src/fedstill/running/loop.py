@@ -406,7 +406,7 @@ class RoundLoop:
         if problem := misfit(down, wire.down):
             raise FedstillError(f"what the server is about to send is not what {method.name} declares: {problem}")
         private = protects_clients(method)
-        fewest = fewest_answers(config, method) if engine.remote else config.min_clients
+        least = fewest_answers(config, method) if engine.remote else config.min_clients
         uplinks = Checked(
             cohort,
             engine.run(
@@ -417,7 +417,7 @@ class RoundLoop:
                 down,
             ),
             wire.up,
-            least=min(len(cohort), fewest) if private else fewest,  # a private cohort of chance may be smaller
+            least=min(least, len(cohort)) if private else least,  # by chance, nobody may be drawn
             tick=self.client_done,
             names=self.setup.federation.names,
             # Whoever is left out because of others could tell of them: private updates are clipped instead. Masked ones

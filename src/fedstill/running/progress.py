@@ -83,6 +83,10 @@ class Progress(Callback):
         self._close()
         if run.stopped_by:
             self._say(f"stopped by {run.stopped_by} after round {run.round} of {run.rounds}")
+        if summary.get("epsilon") is not None:
+            promise = summary["privacy"]
+            of = f" at delta {promise['delta']:g}, of {promise['of']}" if "delta" in promise else ""
+            self._say(f"privacy: epsilon {summary['epsilon']:.3f}{of}")
         if "restored_round" in summary:
             self._say(f"the model is that of round {summary['restored_round']}")
 

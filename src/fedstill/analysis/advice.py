@@ -216,7 +216,9 @@ def advise(
     chosen: list[Suggestion] = []
     left_out: dict[str, str] = {}
     given = config.model_dump(exclude_unset=True)
-    network = {name: given[name] for name in ("data", "data_dir", "target", "model", "model_options") if name in given}
+    network: dict[str, Any] = {
+        name: given[name] for name in ("data", "data_dir", "target", "model", "model_options") if name in given
+    }
     for method, because in ranked(facts).items():
         if reason := lacks(method, facts, only_weights=only_weights):
             left_out[method] = reason

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -105,7 +106,7 @@ class Tuning:
             "evaluations",
         )
         for row in rows:
-            cells, numbers = [], {}
+            cells, numbers = list[str](), dict[str, float]()
             for metric, name in _TESTED.items():
                 values = [value for value in row.values(metric) if value is not None]
                 mean = paired(values, [0.0] * len(values), interval="student") if len(values) == seeds else None
@@ -190,7 +191,7 @@ def default_space(method: str | Method, optimizer: str) -> dict[str, str]:
     if isinstance(method, str):
         own = registry.hyper_parameters(method)
     else:
-        own = [parameter for part in method.parts() for parameter in registry.own_settings(type(part))]
+        own = [parameter for part in method.parts() for parameter in registry.own_settings(type(part))]  # type: ignore[arg-type]
     return {"lr": _LR[optimizer]} | {parameter.name: parameter.space for parameter in own if parameter.space}
 
 
@@ -269,7 +270,7 @@ def run_tuning(
 
         place = folder / slug(method)
         searches[method] = search(
-            method, space, lambda point, seed, method=method: configure(method, point, seed), place, terms,
+            method, space, partial(configure, method), place, terms,
             callbacks=callbacks, jobs=jobs, watch=watch if console else None, progress=say,
         )  # fmt: skip
         best, _ = configure(method, searches[method].best.settings, 0)

@@ -78,16 +78,8 @@ def tune(
 
     Needs Optuna: pip install 'fedstill[tune]'. Interrupted, the same command goes on; nothing is run twice.
     """
-    from fedstill.studies.trials import Terms
-
-    terms = Terms(
-        tuple(objective or ["val_accuracy"]),
-        sampler,
-        trials,
-        seconds,
-        budget_rounds,
-        seeds,
-        halving,  # type: ignore[arg-type]
+    terms = importlib.import_module("fedstill.studies.trials").Terms(
+        tuple(objective or ["val_accuracy"]), sampler, trials, seconds, budget_rounds, seeds, halving
     )
     importlib.import_module("fedstill.cli.tuning").tune(
         methods, settings, set_ or [], spaces=space or [], terms=terms, test_seeds=test_seeds, jobs=jobs, out=out,

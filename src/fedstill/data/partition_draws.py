@@ -200,4 +200,5 @@ def share_of(sizes: IntArray, share: float) -> IntArray:
     >>> share_of(np.array([0, 1, 9, 100]), 0.1).tolist()
     [0, 0, 1, 10]
     """
-    return np.minimum(np.rint(share * sizes).astype(np.int64), np.maximum(sizes - 1, 0))
+    wanted: IntArray = np.minimum(np.rint(share * sizes).astype(np.int64), np.maximum(sizes - 1, 0))
+    return wanted

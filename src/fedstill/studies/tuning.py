@@ -95,7 +95,7 @@ def search(
     rungs, study = rungs_of(config, terms), _Study(found, config.seed)
     by_settings: dict[str, Trial] = {}
     while size := _next_group(found, len(rungs), study.left):
-        group = []
+        group: list[Trial] = []
         for settings in study.ask(size):
             number = len(found.trials) + len(group)
             trial = Trial(number, settings, folder / f"trial-{number:03d}")

@@ -55,6 +55,8 @@ CASES = (
     Case("feddistill-plus", {}),
     Case("fedavg+t1", {}),
     Case("fedavg+compress", {}),
+    Case("fedavg+dp", {"noise_multiplier": 1.0}, 1.10),
+    Case("fedavg+dp-sgd", {"noise_multiplier": 1.0}),
     Case("fedavg+median", {}),
     Case("fedavg+trimmed-mean", {}),
     Case("fedavg+krum", {"byzantine": 0}),

@@ -130,7 +130,9 @@ def test_a_pickle_is_never_built() -> None:
     reading = ("pickle.load", "torch.load", "allow_pickle=True", "marshal", "shelve", "dill", "cloudpickle")
     for file in source.rglob("*.py"):
         text = file.read_text()
-        assert not any(word in text for word in reading), file
+        # Ray passes our own objects between our own processes; which modules go by value is told to its pickler.
+        found = {word for word in reading if word in text}
+        assert found == ({"cloudpickle"} if file.name == "ray_connection.py" else set()), file
 
 
 def test_bytes_of_a_message_are_those_of_its_tensors() -> None:

@@ -110,7 +110,7 @@ def test_epsilon_is_that_of_another_library() -> None:
 # --- which methods ----------------------------------------------------------------------------------------------------
 
 REFUSED = {"fedkf", "feddistill", "feddistill-plus", "qffl", "dafkd", "fedhyb", "fedgen", "fedftg", "fedmd", "fedhkd"}
-REFUSED |= {"creff", "fedavg+ccvr", "fedavg+dp"}
+REFUSED |= {"creff", "fedavg+ccvr", "fedavg+dp", "fedavg+compress", "fedproto", "fedtgp", "fml", "fedkd"}
 COMPOSITIONS = {*registry.names(), *(f"fedavg+{name}" for name in registry.modifiers() if name != "dp-sgd")}
 
 
@@ -128,7 +128,7 @@ def test_the_loss_is_a_mean_over_samples_or_the_method_is_refused(name: str) -> 
         return
     private.check(setup.task)
     wire = method.wire(setup.task)
-    assert wire.up.keys() <= {"model", "c_change", "a"}  # all of it follows from the weights and the number of steps
+    assert wire.up.keys() <= {"model", "head", "c_change", "a"}  # which follow from weights and steps
     rng = torch.Generator().manual_seed(0)
     sent = {name: torch.rand(part.shape, generator=rng).to(part.dtype) for name, part in wire.down.items()}
     client = client_of(setup, 0, 2, sent, {"previous": [torch.rand(setup.task.size, generator=rng)]})

@@ -44,6 +44,10 @@ class FedProto(Local):
     def networks(self) -> Networks:
         return "features"
 
+    @property
+    def beyond_steps(self) -> str:
+        return f"{self.name} also sends mean features of the samples of each class"
+
     def check(self, task: Task) -> None:
         require_features(task, self.name)
 

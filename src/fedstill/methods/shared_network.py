@@ -28,6 +28,10 @@ class SharedNetwork(Local):
 
     shared: Annotated[str, "the network that is shared: a name, as of model"] = "cnn"
 
+    @property
+    def beyond_steps(self) -> str:
+        return f"{self.name} also trains and sends a shared network"
+
     def check(self, task: Task) -> None:
         self.network_to_share(task).initial()
 

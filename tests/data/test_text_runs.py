@@ -33,6 +33,8 @@ OWN: dict[str, dict[str, Any]] = {  # what makes a method quick
     "feddf": {"server_steps": 2},
     "fedgen": {"generator_steps": 2},
     "fedbe": {"samples": 2},
+    "fml": {"shared": "bag"},
+    "fedkd": {"shared": "bag"},
     "creff": {"features": 4, "match_steps": 2, "retrain_epochs": 2, "draws": 1},
 }
 

@@ -54,3 +54,11 @@ def test_a_regional_server_reports_what_its_region_spent(tmp_path: Path, monkeyp
     members = {len(sites) for sites in regions.SITES.values()}
     spent = max(epsilon(Plan(n, n, 4), 4.0, 1e-3) for n in members)
     assert result.summary["epsilon"] == pytest.approx(spent)
+
+
+@pytest.mark.slow
+def test_a_regional_server_finds_the_noise_of_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regional, "_NEWCOMERS_TIMEOUT", 0.5)
+    budget: dict[str, Any] = {"hyper": {"target_epsilon": 9.0, "delta": 1e-3, "clip": 0.01}}
+    result = regions.served(regions.World(tmp_path), tmp_path / "served", "fedavg+dp+f2l", participation=1.0, **budget)
+    assert 8.5 < result.summary["epsilon"] <= 9.0

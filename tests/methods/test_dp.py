@@ -201,6 +201,30 @@ def tiny_task(name: str) -> Any:
     return setup_of(name.partition("+")[0], model="mlp", model_options={"hidden": [4]}, **settings).task
 
 
+@pytest.mark.parametrize("later", ["compress", "dp-sgd", "median"])
+def test_nothing_comes_between_the_noise_and_the_method(later: str) -> None:
+    with pytest.raises(fedstill.SettingError, match="would use what clients send as it comes"):
+        setup_of(f"fedavg+dp+{later}", model="mlp", hyper={"noise_multiplier": 1.0})
+
+
+def test_without_noise_nothing_is_aggregated(tmp_path: Path) -> None:
+    task = tiny_task("fedavg")
+    server = Server(task, np.full(6, 1), Store(tmp_path))
+    private = DP()
+    private.start(server)
+    with pytest.raises(fedstill.FedstillError, match="no noise"):
+        private.aggregate(server, iter([]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({"class_weight": "balanced"}, "without noise"), ({"validation": 0.2, "select": "val_amp"}, "not private")],
+)
+def test_what_counts_clients_exactly_is_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(fedstill.SettingError, match=reason):
+        setup_of("fedavg+dp", model="mlp", hyper={"noise_multiplier": 1.0}, **settings)
+
+
 @pytest.mark.parametrize("name", sorted(set(COMPOSITIONS)))
 def test_a_method_takes_sums_alone_or_is_refused_with_a_reason(name: str, tmp_path: Path) -> None:
     """What it makes of the updates of four clients is what it makes of four times their mean."""

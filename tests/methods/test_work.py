@@ -208,6 +208,11 @@ def fedkd(at: Size) -> Work:
     return mutual(at) + Work(copies=2 * at.clients, layers=at.epochs * at.steps)
 
 
+def dp_sgd(at: Size) -> Work:
+    """Each sample is in a batch by chance: four standard deviations more than are expected."""
+    return local(at) + Work(math.ceil(4 * math.sqrt(at.epochs * at.samples)))
+
+
 MOST: dict[str, Callable[[Size], Work]] = {  # others do what FedAvg does: most modifiers add nothing
     "fedgkd": lambda at: local(at) + teachers(at),
     "fedgkd-vote": fedgkd_vote,
@@ -232,6 +237,7 @@ MOST: dict[str, Callable[[Size], Work]] = {  # others do what FedAvg does: most 
     "mtkd": mtkd,
     "f2l": lkd,
     "fedavg+fltrust": fltrust,
+    "fedavg+dp-sgd": dp_sgd,
 }
 
 

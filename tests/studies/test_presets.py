@@ -117,7 +117,7 @@ def test_every_point_is_a_configuration_of_known_data_networks_and_partitions(sc
             assert c.proxy in ("", "pool", *data.names()), name
             assert c.proxy != c.data, name
             assert c.partition in partition.names(), name
-            assert set(c.model_options) <= set(models.options(c.model)), name
+            assert set(c.model_options) <= {"feature_size", *models.options(c.model)}, name
             assert c.rounds % c.rounds_per_episode == 0 or c.flat, name
             assert point.model == "" or c.regions > 1 or c.method.endswith("+t1"), name
             if scale == "cpu":

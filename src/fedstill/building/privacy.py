@@ -25,6 +25,10 @@ def with_noise(hierarchy: Hierarchy, config: Config, federation: Federation, *, 
         raise SettingError(f"{open_ones[0]}: its method has no dp, and other regions' have; give it to all or none")
     if hierarchy.grouped and any(isinstance(region.method, DP) for region in private):
         raise SettingError("dp adds noise to the sum of all clients' updates, who need one network: leave models out")
+    if config.class_weight == "balanced":
+        raise SettingError("class_weight = 'balanced' counts clients' classes exactly, without noise: give numbers")
+    if config.select or config.patience:
+        raise SettingError("select and patience choose by clients' exact scores, which are not private: leave them out")
     if hierarchy.redrawn:
         raise SettingError("fixed_regions = false: dp is accounted region by region, and clients would change theirs")
     return replace(hierarchy, regions=tuple(_solved(region, config, federation, elsewhere) for region in private))

@@ -58,7 +58,7 @@ class SiteMasks:
         with _refusing():
             participant = self._participant(masking["session"], run)
             received = {client: _text(text) for client, text in _by_client(masking["shares"]).items()}
-            return {MASKED: participant.mask(received, to_integers(message, declared))}
+            return {MASKED: participant.mask(received, to_integers(message, declared), least=self._policy.min_sites)}
 
     def check(self, masking: Any, run: RunInfo) -> None:
         """Refuse, before any work, to train for a server that has not begun with the keys."""

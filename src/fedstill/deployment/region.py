@@ -17,6 +17,7 @@ from torch import Tensor
 from fedstill.attacks.attack import Attack
 from fedstill.building.config import Config, anchored
 from fedstill.building.data import dataset_in, load_data, undivided
+from fedstill.building.privacy import with_noise
 from fedstill.building.setup import Setup, largest_answer
 from fedstill.building.task import local_training, make_task
 from fedstill.building.topology import Hierarchy, Region, assign, regional_method
@@ -367,7 +368,8 @@ class _RegionRun:
         task = make_task(config, federation, self._whole).trained_as(local)
         name = self._table.name or f"region {self._number + 1}"
         region = Region(self._number, name, self._members, self._method, task, settings.participation)
-        return Setup(config, task, federation, self._method, Hierarchy((region,)), Attack())
+        hierarchy = with_noise(Hierarchy((region,)), config, federation, elsewhere=True)
+        return Setup(config, task, federation, hierarchy.regions[0].method, hierarchy, Attack())
 
 
 def _server_data(config: Config, method: Method, run_info: RunInfo) -> tuple[Config, Federation]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedstill.core.errors import SettingError
 from fedstill.core.tree import Message
 from fedstill.methods.base import Part, Server, Uplink, Wire
-from fedstill.methods.modifier import Modifier, refuse_collisions
+from fedstill.methods.modifier import Modifier
 from fedstill.train.client import Client
 from fedstill.train.task import Task
 
@@ -93,14 +93,11 @@ class Compress(Modifier):
     share: Annotated[float, Gt(0), Le(1), "of topk: the share of the weights whose change is sent"] = 0.05
 
     def check(self, task: Task) -> None:
-        if any(isinstance(part, Compress) for part in self.inner.parts()):
-            raise SettingError(f"{self.name} can be composed once")
-        self.inner.check(task)
+        super().check(task)
         wire = self.inner.wire(task)
         if "model" not in wire.up or "model" not in wire.down:
             name = "+".join(part.name for part in self.inner.parts())
             raise SettingError(f"compress makes clients' models smaller, and {name} does not send them; leave it out")
-        refuse_collisions(self, task)
 
     def wire(self, task: Task) -> Wire:
         inner = self.inner.wire(task)

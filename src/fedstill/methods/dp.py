@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedstill.core.choices import Sampling
 from fedstill.core.device import to_current_device
-from fedstill.core.errors import SettingError
+from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.tree import Message
 from fedstill.methods.base import Guarantee, Part, Server, Uplink
 from fedstill.methods.modifier import Modifier
@@ -116,6 +116,8 @@ class DP(Modifier):
     # --- what the server makes of the updates ---------------------------------------------------------------------
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        if not self.noise_multiplier:  # it is found before a run begins
+            raise FedstillError("dp: this run has no noise, and nothing would be private")
         state, parts = server.state[_STATE], self.inner.wire(server.task).up
         clip, (drawn_from, expected) = state["clip"], server.drawn
         scales = {name: self._scale(name, part) for name, part in parts.items()}

@@ -1,6 +1,6 @@
 """Numbers as whole multiples of 2^-30, whose sums are exact in any order, and modulo 2^64 under masks.
 
-A number beyond 2^17 counts as 2^17; sums of up to 65,536 vectors cannot overflow. Rounding moves a number by 2^-31 at
+A number beyond 2^17 counts as 2^17; sums of up to 65,535 vectors cannot overflow. Rounding moves a number by 2^-31 at
 most, less than float32 itself does to numbers above 2^-8.
 """
 
@@ -13,7 +13,7 @@ from fedstill.core.errors import SettingError
 
 _UNIT = 2**30
 _LARGEST = 2**17
-MOST = 2**16  # vectors in a sum
+MOST = 2**16 - 1  # vectors in a sum
 
 
 def to_integers(vector: Tensor) -> Tensor:

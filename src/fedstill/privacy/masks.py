@@ -100,11 +100,11 @@ class Participant:
             sent[holder] = lib.encrypt(self._secret(0, holder), plain).decode()
         return sent, _digest(self._seed)
 
-    def mask(self, received: Mapping[int, str], vector: Tensor) -> Tensor:
+    def mask(self, received: Mapping[int, str], vector: Tensor, *, least: int = 2) -> Tensor:
         """Step 3: the vector of integers under masks; `received` are the encrypted shares of those who are there."""
         if not self._keys or self._masked or not set(received) <= set(self._keys) - {self.client}:
             raise MaskError("the shares of the others came at the wrong time, or are of somebody else")
-        if len(received) + 1 < threshold(len(self._keys)):
+        if len(received) + 1 < max(least, threshold(len(self._keys))):
             raise MaskError(f"only {len(received) + 1} of {len(self._keys)} clients are there for the sum")
         lib, self._masked = _library(), True
         for sender, text in received.items():

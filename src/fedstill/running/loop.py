@@ -271,7 +271,7 @@ class RoundLoop:
         self.callbacks.tell("on_evaluation_end", scores)
 
     def _evaluate(self, engine: Engine, model: Tensor) -> Evaluation:
-        ask = not (engine.remote and protects_clients(self.setup.hierarchy.regions[0].method))
+        ask = not (engine.remote and self.setup.hierarchy.regions[0].method.guarantee)
         return evaluate(engine, self.setup.federation, model, self.setup.metrics, self.setup.config.metrics, ask=ask)
 
     def _evaluate_model(self, engine: Engine) -> Evaluation:

@@ -9,7 +9,7 @@ from fedstill.building.topology import Hierarchy
 from fedstill.methods.base import Method, Server
 
 # Of a record: measured on clients' own samples, exactly. A simulation may; clients elsewhere are not asked for it.
-_NOT_COVERED = ("amp", "fm", "wlp", "metrics", "clients")
+_NOT_COVERED = ("amp", "fm", "wlp", "validation", "metrics", "clients", "names of those left out", "column statistics")
 _NOT_SENT = ("train_loss", "local_accuracy")
 
 

@@ -51,6 +51,7 @@ USED: Used = {
 _log = logging.getLogger(__name__)
 _MOST_BACKOFF = 2.0  # seconds between two attempts of one request
 _TRY_AGAIN = (502, 503, 504)  # statuses of a server that is there again in a moment
+_OTHER_SERVER = ("certificate", "wrong_version")  # in errors of TLS; others, such as an early end, are of a cut line
 T = TypeVar("T")
 
 
@@ -186,7 +187,7 @@ def _persistent(call: Callable[[Any], T], request: Any) -> T:
             if isinstance(error, httpx.HTTPStatusError):
                 if error.response.status_code not in _TRY_AGAIN:
                     raise
-            elif any(word in str(error).lower() for word in ("certificate", "ssl", "tls")):
+            elif any(word in str(error).lower() for word in _OTHER_SERVER):
                 raise  # waiting does not help; connecting anew says what is wrong
             if first:
                 _log.warning("the server does not answer (%s); trying until it does", cleaned(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -38,6 +39,7 @@ from fedstill.flower.records import MOST_TEXT, from_records, to_records
 
 _log = logging.getLogger(__name__)
 _START = 120.0  # seconds that the SuperLink may take until it answers
+_PORT = 2.0  # seconds that the port may still be in use
 _STOP = 3.0  # seconds that it may take to end
 _BEAT = 5.0  # seconds between heartbeats of the run
 _LOOK = 0.5  # seconds for which the list of connected sites is believed
@@ -358,13 +360,20 @@ class FlowerLink:
             self._process.wait()
 
     def _check_port(self) -> None:
+        """Refuse a port in use, unless it is free in a moment: the SuperLink of a killed server takes one to end."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((self._host, self._port))
-            except OSError as error:
-                raise FedstillError(f"cannot listen at {self._host}, port {self._port}: {error.strerror}") from error
+        end = time.monotonic() + _PORT
+        while True:
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((self._host, self._port))
+                    return
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+                        problem = f"cannot listen at {self._host}, port {self._port}: {error.strerror}"
+                        raise FedstillError(problem) from error
+            time.sleep(0.1)
 
 
 @dataclass(frozen=True)

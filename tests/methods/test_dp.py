@@ -201,7 +201,7 @@ def tiny_task(name: str) -> Any:
     return setup_of(name.partition("+")[0], model="mlp", model_options={"hidden": [4]}, **settings).task
 
 
-@pytest.mark.parametrize("later", ["compress", "dp-sgd", "median"])
+@pytest.mark.parametrize("later", ["compress", "median"])
 def test_nothing_comes_between_the_noise_and_the_method(later: str) -> None:
     with pytest.raises(fedstill.SettingError, match="would use what clients send as it comes"):
         setup_of(f"fedavg+dp+{later}", model="mlp", hyper={"noise_multiplier": 1.0})

@@ -12,7 +12,7 @@ over=.venv/flower-$version
 site=$("$over/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 [ -d "$site/flwr-$version.dist-info" ] || "$base/bin/python" -m pip install --quiet --disable-pip-version-check \
     --no-deps --target "$site" "flwr==$version"
-"$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/base.pth"
+{ "$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; echo "$PWD/src"; } >"$site/base.pth"
 "$over/bin/python" -c "import flwr; assert flwr.__version__ == '$version', flwr.__version__"
 exec "$over/bin/python" -m pytest -p no:cacheprovider tests/flower/test_flower_versions.py \
     tests/flower/test_flower_limits.py tests/flower/test_flower_link.py \

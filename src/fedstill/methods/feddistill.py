@@ -13,9 +13,10 @@ from torch import Tensor
 from fedstill.aggregate.mean import ClassMeans
 from fedstill.core.space import Search
 from fedstill.core.tree import Message
-from fedstill.methods.base import Networks, Part, Server, Uplink, Wire
+from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.kinds import Kind
+from fedstill.methods.own_models import OwnModels
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs
 from fedstill.train.loop import Batch, Objective
@@ -96,20 +97,11 @@ class FedDistillPlus(FedAvg):
 
 
 @dataclass(frozen=True)
-class FedDistill(FedDistillPlus):
+class FedDistill(OwnModels, FedDistillPlus):
     """Clients keep their models and share only the mean logits of each class."""
 
     name: ClassVar[str] = "feddistill"
     paper: ClassVar[str] = "Jeong et al. 2018"
-    client_keys: ClassVar[tuple[str, ...]] = ("model",)
-
-    @property
-    def global_model(self) -> bool:
-        return False
-
-    @property
-    def networks(self) -> Networks:
-        return "any"
 
     def wire(self, task: Task) -> Wire:
         both = super().wire(task)
@@ -118,9 +110,6 @@ class FedDistill(FedDistillPlus):
     def downlink(self, server: Server) -> Message:
         return _without_model(super().downlink(server))
 
-    def receive(self, client: Client) -> None:
-        client.flat.load(client.state.get("model", client.task.initial))
-
     def uplink(self, client: Client) -> Message:
         client.state["model"] = client.flat.read()
         return self.class_logits(client)
@@ -128,12 +117,6 @@ class FedDistill(FedDistillPlus):
     def average(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         for _ in uplinks:
             pass
-
-    def models(self, server: Server) -> dict[str, Tensor]:
-        return {}
-
-    def own_model(self, state: dict[str, Any], kept: dict[str, Any]) -> Tensor | None:
-        return state.get("model")
 
 
 def _without_model(parts: dict[str, Any]) -> dict[str, Any]:

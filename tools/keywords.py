@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
-from fedstill.building.schema import ColumnSettings, GroupSettings, RegionSettings
+from fedstill.building.sections import ColumnSettings, GroupSettings, RegionSettings
 from fedstill.core.choices import AttackKind, BufferPolicy, Precision
 
 

@@ -18,10 +18,9 @@ from fedstill.building.schema import (
     TEXT_MODEL,
     TEXT_TRAINING,
     Config,
-    GroupSettings,
-    RegionSettings,
     fixed,
 )
+from fedstill.building.sections import GroupSettings, RegionSettings
 from fedstill.building.suggestions import unknown_setting
 from fedstill.core import custom, device
 from fedstill.core.errors import SettingError

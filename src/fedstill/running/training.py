@@ -1,0 +1,264 @@
+"""What the servers of a run know, and the training of a round, which changes it.
+
+The way of a round: `train_round` (with retries) → `train_regions` → `_train_region`, where the method's `aggregate`
+pulls the clients' updates from the engine one at a time. `loop.py` calls it, evaluates, records and keeps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+from torch import Tensor
+
+from fedstill.building.setup import Setup
+from fedstill.building.topology import Region
+from fedstill.core import device, seeds, tree
+from fedstill.core.errors import FedstillError
+from fedstill.core.tree import Message, first_not_finite, nbytes
+from fedstill.engine.base import Engine
+from fedstill.engine.worker import FinalExchange, Train
+from fedstill.methods.base import misfit
+from fedstill.methods.summed import averaged
+from fedstill.metrics.records import EpisodeModel, EpisodeRecord
+from fedstill.running.cohorts import Cohorts
+from fedstill.running.colluding import colluding
+from fedstill.running.directory import RunDirectory
+from fedstill.running.evaluation import tested
+from fedstill.running.judging import History, Judge
+from fedstill.running.privacy import protects_clients
+from fedstill.running.records import Tally
+from fedstill.running.retries import Retries
+from fedstill.running.servers import make_servers
+from fedstill.running.uplinks import Checked, RoundFailed, fewest_answers
+
+log = logging.getLogger(__name__)
+
+_LOGGED = ("stage", "disagreement")
+
+
+class FederatedTraining(ABC):
+    """The servers of a run: the global one, and those of its regions or groups."""
+
+    def __init__(self, setup: Setup, directory: RunDirectory) -> None:
+        self.setup, self.directory = setup, directory
+        self.server, self.regional = make_servers(setup, directory)
+        self._cohorts = Cohorts(setup.hierarchy, setup.federation.sizes, setup.config.seed)
+        self.active_since_checkpoint: set[int] = set()
+        self.update_norms: dict[str, History] = {}  # of what clients elsewhere sent, by region
+        self.client_states: dict[str, int] = {}  # the round whose state each of them has; to notice that it is lost
+
+    # --- whoever wants to know what happens -----------------------------------------------------------------------
+
+    @abstractmethod
+    def start_round(self, clients: int) -> None: ...
+
+    @abstractmethod
+    def client_done(self, client: int, metrics: Mapping[str, float]) -> None: ...
+
+    @abstractmethod
+    def round_failed(self, reason: str) -> None: ...
+
+    # --- a round --------------------------------------------------------------------------------------------------
+
+    def count_samples(self) -> None:
+        """Somebody came who was not there before."""
+        sizes = self.server.sizes[:] = self.setup.federation.sizes
+        self._cohorts.count(sizes)
+        for region in self.setup.hierarchy.regions:
+            self.regional[region.number].sizes[region.clients] = sizes[region.clients]
+
+    def train_round(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
+        """A round of every region, and which they were; `measure`: clients also test the models they trained."""
+        if not engine.remote:
+            return self.train_regions(engine, round_, measure=measure)
+        self.directory.settle()  # a client elsewhere must not have seen a round that this server, if killed, forgets
+        before = tree.encode(self.state())
+        retries = Retries(round_, self.setup.config.round_retries, self.directory.path, self.round_failed)
+        while True:
+            connected = self._connected(engine)
+            try:
+                return self.train_regions(engine, round_, measure=measure)
+            except RoundFailed as error:
+                self.load_state(tree.decode(before))
+                self.directory.undo_server(round_ - 1)
+                names = dict(enumerate(self.setup.federation.names))
+                arrived = partial(self._more_than, engine, connected)
+                retries.after(error, names, connected=connected >= self.fewest_connected, arrived=arrived)
+
+    @property
+    def fewest_connected(self) -> int:
+        """How many clients must be there for a round to be worth trying."""
+        return max(fewest_answers(self.setup.config, region.method) for region in self.setup.hierarchy.regions)
+
+    def _connected(self, engine: Engine) -> int:
+        return sum(len(region.clients) for region in self.setup.hierarchy.regions) - len(engine.absent())
+
+    def _more_than(self, engine: Engine, before: int) -> bool:
+        return self._connected(engine) > before
+
+    def train_regions(self, engine: Engine, round_: int, *, measure: bool) -> tuple[Tally, list[Region]]:
+        self.server.round = round_
+        if engine.poll_newcomers():
+            self.count_samples()
+        cohorts = self._cohorts.draw(round_, engine.absent(), secret=engine.remote)
+        self.start_round(sum(len(cohort) for _, cohort in cohorts))
+        tally = Tally()
+        for region, cohort in cohorts:
+            self._train_region(engine, region, cohort, tally, measure=measure)
+        if self.setup.hierarchy.grouped:
+            self._across_groups([region for region, _ in cohorts], tally)
+        self.active_since_checkpoint.update(k for _, cohort in cohorts for k in cohort)
+        if engine.remote:
+            self._check_finite(round_)
+        return tally, [region for region, _ in cohorts]
+
+    def _check_finite(self, round_: int) -> None:
+        """Refuse what the servers have become, if finite answers added up to something else."""
+        for server in (self.server, *self.regional.values()):
+            known = {"the model": server.model, **tree.tensors(server.state, "its state")}
+            if (bad := first_not_finite(known)) is not None:
+                raise RoundFailed(f"round {round_}: {bad} is no longer finite on the server; a smaller lr may help")
+
+    def judge(self, engine: Engine, sent: Message, where: str) -> Judge | None:
+        """Who compares the answers, where clients are not known."""
+        if not engine.remote:
+            return None
+        return Judge(self.setup.config.max_update_ratio, sent, self.update_norms.setdefault(where, {}))
+
+    def _train_region(self, engine: Engine, region: Region, cohort: list[int], tally: Tally, *, measure: bool) -> None:
+        """One round of a federation: of all clients, or of a region's."""
+        method, server, round_ = region.method, self.regional[region.number], self.server.round
+        config = self.setup.config
+        began, server.round, server.notes = time.perf_counter(), round_, {}
+        server.drawn, server.simulated = self._cohorts.drawn[region.number], not engine.remote
+        method.begin(server)
+        down = method.downlink(server)
+        wire = method.wire(region.task)
+        if problem := misfit(down, wire.down):
+            raise FedstillError(f"what the server is about to send is not what {method.name} declares: {problem}")
+        private = protects_clients(method)
+        least = fewest_answers(config, method) if engine.remote else config.min_clients
+        uplinks = Checked(
+            cohort,
+            engine.run(
+                [
+                    Train(k, round_, measure, self._trained_as(region, k, remote=engine.remote), self._state_of(k))
+                    for k in cohort
+                ],
+                down,
+            ),
+            wire.up,
+            least=min(least, len(cohort)) if private else least,  # by chance, nobody may be drawn
+            tick=self.client_done,
+            names=self.setup.federation.names,
+            # Whoever is left out because of others could tell of them: private updates are clipped instead. Masked ones
+            # cannot be looked at.
+            judge=None if private or config.secure_aggregation else self.judge(engine, down, str(region.number)),
+            masked=config.secure_aggregation,
+        )
+        with self._stream("server layers", region.number):
+            # Nothing has run yet: the clients train while `aggregate` pulls their updates out of the engine's iterator.
+            received, attack = iter(uplinks), self.setup.attack
+            received = colluding(attack, method, server, received) if attack.colludes else received
+            if config.secure_aggregation and not engine.remote:  # of clients elsewhere nothing but the mean arrives
+                received = averaged(received, wire.up)
+            method.aggregate(server, received)
+        self.client_states |= {str(k): uplinks.states[k] for k in uplinks.good if k in uplinks.states}
+        tally.add(uplinks, nbytes(down) * len(cohort))
+        tally.left_out += self.client_names(uplinks.dropped) if engine.remote else []
+        tally.server_seconds += time.perf_counter() - began - uplinks.waited
+
+    def _trained_as(self, region: Region, client: int, *, remote: bool) -> int:
+        """Which of the worker's pairs of task and method a client trains with: its group's, or its region's.
+
+        A client elsewhere has but its own network.
+        """
+        return self.setup.group_of[client] if self.setup.groups and not remote else region.number
+
+    def _across_groups(self, present: Sequence[Region], tally: Tally) -> None:
+        began = time.perf_counter()
+        with self._stream("across groups"):
+            self.setup.method.across_groups([self.regional[region.number] for region in present])
+        tally.server_seconds += time.perf_counter() - began
+
+    def _state_of(self, client: int) -> int:
+        return self.client_states.get(str(client), 0)
+
+    def aggregate_regions(self, engine: Engine, present: list[Region], *, compare: bool) -> EpisodeRecord:
+        """The end of an episode: one model of all regions' models, for all of them."""
+        models = {region.name: self.regional_model(region) for region in present}
+        teachers: dict[str, EpisodeModel] = {}
+        for name, model in models.items() if compare else ():
+            accuracy, confusion = tested(engine, self.setup.federation, model)
+            teachers[name] = {"accuracy": accuracy, "confusion": confusion.tolist()}
+        number = self.server.round // self.setup.hierarchy.rounds_per_episode
+        if self.setup.config.save_teachers:
+            episode_models = {"round": self.server.round, "old": self.server.model, "teachers": models}
+            self.directory.save_episode(number, episode_models)
+        self.server.notes = {}
+        began = time.perf_counter()
+        with self._stream("global server layers"):
+            self.setup.method.merge(self.server, list(models.values()))
+        seconds = time.perf_counter() - began
+        for server in self.regional.values():
+            server.model = self.server.model
+        moved = 2 * nbytes({"model": self.server.model}) * len(models)
+        log.info("episode %d: %s", number, ", ".join(f"{k} {v}" for k, v in self.server.notes.items() if k in _LOGGED))
+        episode = {"number": number, "regions": list(models), "bytes": moved, **self.server.notes}
+        episode |= {"server_seconds": seconds} | ({"teachers": teachers} if teachers else {})
+        return cast(EpisodeRecord, episode)  # with what the method notes, which is its own
+
+    def regional_model(self, region: Region) -> Tensor:
+        """The model of a region: what it would give its own clients."""
+        return next(iter(region.method.models(self.regional[region.number]).values()))
+
+    def final_exchange(self, engine: Engine, model: Tensor) -> dict[str, int]:
+        """Ask every client that has data once more; what crossed."""
+        method, config = self.setup.method, self.setup.config
+        clients = np.flatnonzero(self.setup.federation.sizes).tolist()
+        down = {"model": model}
+        answers = engine.run([FinalExchange(k, config.rounds + 1, self._state_of(k)) for k in clients], down)
+        declared, judge = method.wire(self.setup.task).last, self.judge(engine, down, "last")
+        uplinks = Checked(clients, answers, declared, least=config.min_clients, tick=lambda *_: None, judge=judge)
+        with self._stream("last layers"):
+            method.final_aggregate(self.server, iter(uplinks))
+        return {
+            "bytes_down": nbytes(down) * len(clients),
+            "bytes_up": uplinks.bytes_up,
+            "dropped": len(uplinks.dropped),
+        }
+
+    @contextmanager
+    def _stream(self, purpose: str, *where: int) -> Iterator[None]:
+        """PyTorch's global stream for layers, such as Dropout, that draw without asking for one of their own."""
+        with device.isolated_rng():
+            device.seed_layers(seeds.key(self.setup.config.seed, purpose, self.server.round, *where))
+            yield
+
+    def client_names(self, clients: Iterable[int]) -> list[str]:
+        names = self.setup.federation.client_names
+        return [names[k] for k in clients]
+
+    def state(self) -> dict[str, Any]:
+        """What the servers know."""
+        state: dict[str, Any] = {"model": self.server.model, "state": self.server.state}
+        if len(self.regional) > 1 or not self.setup.hierarchy.flat:
+            state["regions"] = {str(n): {"model": s.model, "state": s.state} for n, s in self.regional.items()}
+        if self.update_norms:
+            state["norms"] = self.update_norms
+        if self.client_states:
+            state["client states"] = self.client_states
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.server.model, self.server.state = state["model"], state["state"]
+        self.update_norms, self.client_states = state.get("norms", {}), state.get("client states", {})
+        for number, own in state.get("regions", {}).items():
+            self.regional[int(number)].model, self.regional[int(number)].state = own["model"], own["state"]

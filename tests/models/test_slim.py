@@ -81,6 +81,30 @@ def test_every_network_has_sub_networks_and_is_itself_again_afterwards(name: str
     assert all(torch.equal(state[key], value) for key, value in net.state_dict().items()), "statistics untouched"
 
 
+@pytest.mark.slow
+def test_no_rounding_of_whatever_kernels_makes_a_network_unfit_for_sub_networks() -> None:
+    """In float32 what two equal ShuffleNets make of the same samples may differ by two in a thousand."""
+    for seed in range(6):
+        torch.manual_seed(seed)
+        check_sliceable(build("shufflenetv2", (3, 32, 32), 10), torch.randn(3, 3, 32, 32), 0.8)
+
+
+class InFloat32(nn.Module):
+    """A network that computes in one format, whatever its samples have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x.float())
+        return found
+
+
+def test_a_network_that_computes_in_float32_alone_can_have_sub_networks() -> None:
+    check_sliceable(as_classifier(InFloat32()), torch.randn(3, 4), 0.8)
+
+
 def test_a_sub_network_shares_storage_and_its_gradient_is_the_full_networks() -> None:
     net = build("lenet5", (1, 32, 32), 10)
     first = next(m for m in net.modules() if isinstance(m, nn.Conv2d))

@@ -8,6 +8,7 @@ fewer of them, each would meet the weights of another.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,6 +99,16 @@ def check_sliceable(net: Classifier, x: Tensor, width: float) -> None:
             "no sub-networks of this network: with fewer channels it does something else; make the convolutions whose "
             "outputs it splits, shuffles or joins fedstill.models.slim.WholeConv2d"
         )
+
+
+def _precise(net: Classifier, x: Tensor) -> tuple[Classifier, Tensor]:
+    """Both in float64, where rounding stays far below what is compared: norms of few numbers amplify it."""
+    try:
+        twin, samples = copy.deepcopy(net).double(), x.double()
+        twin(samples)
+    except RuntimeError:  # it insists on a format of its own
+        return net, x
+    return twin, samples
 
 
 def _keeps_channels_apart(net: Classifier, x: Tensor, width: float) -> bool:

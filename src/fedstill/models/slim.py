@@ -91,7 +91,7 @@ def check_sliceable(net: Classifier, x: Tensor, width: float) -> None:
         try:
             with slimmed(net, 1.0) as same:
                 fits = torch.allclose(same(x), full, rtol=1e-3, atol=1e-4)
-            fits = fits and _keeps_channels_apart(net, x, width)
+            fits = fits and _keeps_channels_apart(*_precise(net, x), width)
         except RuntimeError as error:
             raise SettingError(f"no sub-networks of this network: {str(error).splitlines()[0]}") from error
     if not fits:

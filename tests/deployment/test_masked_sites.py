@@ -21,13 +21,16 @@ from fedstill.deployment.audit import verify
 from fedstill.deployment.masked_site import SiteMasks
 from fedstill.deployment.policy import Policy
 from fedstill.deployment.site import LocalInputs, Site
+from fedstill.flower import keys
 from fedstill.methods.summed import to_integers
+from fedstill.privacy.masks import Participant
+from fedstill.privacy.signatures import Signer
 from fedstill.running.directory import RunDirectory
 from support import regions
 from support.sites import NAMES, POLICY, Silence, Wire, alone, served, weights
 
 SHORT: dict[str, Any] = {"secure_aggregation": True, "rounds": 1, "fraction": 0.05, "eval_every": 0, "round_retries": 0}
-STEPS = ("MaskKeys", "MaskShares", "Train", "MaskReveal")
+STEPS = ("MaskKeys", "MaskShares", "Train", "MaskConfirm", "MaskReveal")
 
 
 class Tapped(Wire):
@@ -105,15 +108,15 @@ def test_a_site_may_die_at_every_step(tmp_path: Path, updates: list[dict[int, Te
         return name == "south" and bool(steps) and request.get("kind") == steps[-1]
 
     wire.dies = dies
-    result = served(wire, tmp_path / "served", **SHORT | {"rounds": 4, "save_models": 1})
+    result = served(wire, tmp_path / "served", **SHORT | {"rounds": 5, "save_models": 1})
     assert steps == list(STEPS)
-    assert [record["dropped"] for record in result.records] == [1, 1, 1, 0]
-    assert [record.get("left_out") for record in result.records] == [["south"]] * 3 + [None]
-    last = RunDirectory.open(tmp_path / "served", lock=False).read_checkpoint(4)["model"]
-    assert [sorted(sent) for sent in updates] == [[0, 2], [0, 2], [0, 2], [0, 1, 2]]
-    torch.testing.assert_close(last, torch.stack(list(updates[3].values())).mean(0), rtol=1e-5, atol=1e-7)
-    before = RunDirectory.open(tmp_path / "served", lock=False).read_checkpoint(3)["model"]
-    torch.testing.assert_close(before, torch.stack(list(updates[2].values())).mean(0), rtol=1e-5, atol=1e-7)
+    assert [record["dropped"] for record in result.records] == [1, 1, 1, 0, 0]
+    assert [record.get("left_out") for record in result.records] == [["south"]] * 3 + [None, None]
+    last = RunDirectory.open(tmp_path / "served", lock=False).read_checkpoint(5)["model"]
+    assert [sorted(sent) for sent in updates] == [[0, 2], [0, 2], [0, 2], [0, 1, 2], [0, 1, 2]]
+    torch.testing.assert_close(last, torch.stack(list(updates[4].values())).mean(0), rtol=1e-5, atol=1e-7)
+    before = RunDirectory.open(tmp_path / "served", lock=False).read_checkpoint(4)["model"]
+    torch.testing.assert_close(before, torch.stack(list(updates[3].values())).mean(0), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -140,6 +143,65 @@ def test_a_site_refuses_to_be_singled_out(tmp_path: Path) -> None:
         strict.handle(join | {"run": join["run"] | {"config": without}})
 
 
+def test_a_server_that_names_a_site_as_gone_to_some_learns_nothing_of_it(tmp_path: Path) -> None:
+    wire = Tapped(tmp_path / "sites", replace(POLICY, min_sites=2))
+    told = {"north": ([0, 1], [2]), "south": ([0, 1, 2], []), "west": ([1, 2], [0])}
+
+    def lies(name: str, request: Tree) -> bool:
+        if request.get("kind") == "MaskConfirm":
+            request["answered"], request["gone"] = told[name]
+        return False
+
+    wire.dies = lies
+    with pytest.raises(FedstillError, match="round 1 failed 1 times and is given up"):
+        served(wire, tmp_path / "served", **SHORT)
+    assert [name for name, kind, _ in wire.received if kind == "MaskConfirm"] == ["west", "south", "north"]
+    assert "MaskReveal" not in [kind for _, kind, _ in wire.received]
+
+
+def with_keys(folder: Path, wire: Tapped, policy: Policy, *strangers: str) -> Tapped:
+    """The same with sites that sign, and know each other; strangers are known to nobody."""
+    known = folder / "known"
+    for name in NAMES:
+        keys.make(folder / name, [name], ["server.example"])
+        known.mkdir(exist_ok=True)
+        if name not in strangers:
+            (known / f"{name}.pub").write_bytes((folder / name / "sites" / f"{name}.pub").read_bytes())
+    policy = replace(policy, known_sites=str(known))
+    for name in NAMES:
+        signer = Signer(folder / name / "sites" / name)
+        wire.sites[name] = Site(folder / f"site-{name}", LocalInputs(), policy, signer=signer)
+    return wire
+
+
+def test_sites_that_know_each_other_take_no_keys_from_anybody_else(tmp_path: Path) -> None:
+    wire = with_keys(tmp_path / "good", Tapped(tmp_path / "sites"), POLICY)
+    served(wire, tmp_path / "served", **SHORT)
+    alone(tmp_path / "alone", **SHORT)
+    assert weights(tmp_path / "served") == weights(tmp_path / "alone")
+    for case, refused in (("stranger", "known site"), ("twice", "for two clients"), ("forged", "is not right")):
+        wire = with_keys(tmp_path / case, Tapped(tmp_path / f"{case} sites"), POLICY, *["west"][: case == "stranger"])
+        problems = []
+
+        def lies(name: str, request: Tree, case: str = case, problems: list[str] = problems, wire: Tapped = wire) -> bool:
+            signed = request.get("signatures", {}) if request.get("kind") == "MaskShares" else {}
+            if signed and case == "twice":
+                signed["2"] = signed["1"]
+            if signed and case == "forged":  # a server of its own keys in the place of a site's
+                request["keys"]["2"] = list(Participant(2, request["session"]).public_keys())
+            if signed:
+                with pytest.raises(Refusal) as error:
+                    wire.sites[name].handle(wire.requests[name] | {"request": request})
+                problems.append(str(error.value))
+            return False
+
+        wire.dies = lies
+        with pytest.raises(FedstillError, match="given up"):
+            served(wire, tmp_path / f"served {case}", **SHORT)
+        assert problems
+        assert all(refused in problem for problem in problems if "another one stands" not in problem)
+
+
 @pytest.mark.slow
 def test_inside_regions_updates_are_masked_and_only_the_regions_models_meet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -151,4 +213,4 @@ def test_inside_regions_updates_are_masked_and_only_the_regions_models_meet(
     regions.alone(tmp_path / "alone", "fedavg+f2l", **settings)
     assert weights(tmp_path / "served") == weights(tmp_path / "alone")
     asked = [request["kind"] for wire in world.sites.values() for _, request in wire.requests if request]
-    assert [asked.count(step) for step in STEPS] == [2 * 5] * 4
+    assert [asked.count(step) for step in STEPS] == [2 * 5] * 5

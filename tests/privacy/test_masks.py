@@ -9,7 +9,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from fedstill.privacy import fixed_point
-from fedstill.privacy.masks import MaskError, Participant, neighbours, unmask
+from fedstill.privacy.masks import MaskError, Participant, confirmations, neighbours, unmask
 
 SESSION = "a sum"
 
@@ -32,10 +32,9 @@ class Sum:
 
     def reveal(self, *without: int) -> dict[int, dict[int, str]]:
         """What those who answered, and are there still, give away."""
+        proofs = {k: self.everyone[k].confirm(list(self.masked), self.gone) for k in self.masked}
         return {
-            client: self.everyone[client].reveal(
-                [k for k in self.around[client] if k in self.masked], [k for k in self.around[client] if k in self.gone]
-            )
+            client: self.everyone[client].reveal(proofs_for(client, proofs))
             for client in self.masked
             if client not in without
         }
@@ -51,6 +50,10 @@ class Sum:
             digests=self.digests,
             revealed=revealed,
         )
+
+
+def proofs_for(client: int, proofs: dict[int, dict[int, str]]) -> dict[int, str]:
+    return {sender: given[client] for sender, given in proofs.items() if client in given}
 
 
 def vectors(*clients: int, size: int = 50) -> dict[int, Tensor]:
@@ -97,14 +100,53 @@ def test_a_client_refuses_a_server_that_could_single_it_out() -> None:
     first = run.everyone[1]
     for answered, gone in (([1, 2, 3, 4], [4]), ([1, 2, 3], []), ([2, 3, 4], [1]), ([1], [2, 3, 4]), ([1, 2], [3, 4])):
         with pytest.raises(MaskError):
-            first.reveal(answered, gone)
+            first.confirm(answered, gone)
     with pytest.raises(MaskError, match="too few"):
-        first.reveal([1, 2, 3, 4], [], least=5)
-    first.reveal([1, 2, 3, 4], [])
-    with pytest.raises(MaskError, match="twice"):
-        first.reveal([1, 2, 3], [4])
+        first.confirm([1, 2, 3, 4], [], least=5)
+    with pytest.raises(MaskError, match="before the list"):
+        first.reveal({})
+    first.confirm([1, 2, 3, 4], [])
+    with pytest.raises(MaskError, match="a second one"):
+        first.confirm([1, 2, 3], [4])
     with pytest.raises(MaskError):
         first.mask({}, torch.zeros(3, dtype=torch.int64))
+
+
+def test_a_server_that_tells_clients_different_lists_learns_nothing() -> None:
+    """The attack: some are told that client 5 answered, others that it is gone, and its two secrets are revealed."""
+    run = Sum(vectors(1, 2, 3, 4, 5))
+    told = {k: ([1, 2, 3, 4, 5], []) if k in (1, 2, 5) else ([1, 2, 3, 4], [5]) for k in run.masked}
+    proofs = {k: run.everyone[k].confirm(*told[k]) for k in run.masked}
+    for client, each in run.everyone.items():
+        with pytest.raises(MaskError, match="of 5 clients were given this list of who answered, 4 must|client 5 has nothing"):
+            each.reveal(proofs_for(client, proofs))
+
+
+def test_a_server_cannot_make_or_reuse_what_clients_confirm_to_each_other() -> None:
+    run, other = Sum(vectors(1, 2, 3, 4)), Sum(vectors(1, 2, 3, 4))
+    proofs = {k: run.everyone[k].confirm([1, 2, 3, 4], []) for k in run.masked}
+    strange = {k: other.everyone[k].confirm([1, 2, 3, 4], []) for k in other.masked}
+    own = proofs[1]  # what client 1 made itself, sent back to it
+    for given in (proofs_for(1, strange), own, {2: proofs[2][3], 3: proofs[3][2]}, {2: "0" * 64, 3: "0" * 64}):
+        with pytest.raises(MaskError, match="1 of 4 clients were given this list"):
+            run.everyone[1].reveal(given)
+    with pytest.raises(MaskError, match="nothing to confirm"):
+        run.everyone[1].reveal({1: own[2]})
+    shares = run.everyone[1].reveal(proofs_for(1, proofs))  # honest ones still count
+    assert sorted(shares) == [1, 2, 3, 4]
+    with pytest.raises(MaskError, match="twice"):
+        run.everyone[1].reveal(proofs_for(1, proofs))
+
+
+@pytest.mark.parametrize("clients", range(2, 60))
+def test_no_two_lists_are_confirmed_by_enough(clients: int) -> None:
+    """By counting: helpers of the server confirm both lists, everybody else one of them."""
+    helpers = -(-clients // 3) - 1  # fewer than a third
+    honest = clients - helpers
+    assert all(
+        min(one, honest - one) + helpers < confirmations(clients) for one in range(honest + 1)
+    )
+    assert confirmations(clients) <= clients
 
 
 def test_a_client_refuses_keys_that_are_not_those_of_as_many_others() -> None:

@@ -30,6 +30,7 @@ from fedstill.deployment.server import Terms, regions_of
 from fedstill.deployment.server import serve as serve_sites
 from fedstill.deployment.site import LocalInputs, Site
 from fedstill.deployment.statistics import widest
+from fedstill.privacy.signatures import Signer
 from fedstill.running import files
 
 if TYPE_CHECKING:
@@ -256,7 +257,7 @@ def join(
         ended = once
         say(f"{text}; " + ("this site ends (--once)" if once else "waiting for the next run, until Ctrl-C"))
 
-    site = Site(place, LocalInputs(**inputs), policy, ask, finished)
+    site = Site(place, LocalInputs(**inputs), policy, ask, finished, Signer(key))
     _answer(
         site, server, key, ca, place, insecure=insecure, most_seconds=policy.most_seconds, done=lambda: ended
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A server's side of secure aggregation: it asks its sites for keys, shares, masked updates and what unmasks their sum.
+"""A server's side of secure aggregation: it asks sites for keys, shares, masked updates and what unmasks their sum.
 
 A site that is gone after any of the steps is left out of the sum; with too few left the attempt fails as a whole.
 """
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fedstill.core.tree import Tree
-from fedstill.deployment.protocol import MASK_KEYS, MASK_REVEAL, MASK_SHARES, MASKED, failure_reason
+from fedstill.deployment.protocol import MASK_CONFIRM, MASK_KEYS, MASK_REVEAL, MASK_SHARES, MASKED, failure_reason
 from fedstill.engine.worker import Train, request_fields
 from fedstill.methods.base import Part
 from fedstill.methods.summed import masked_bytes, mean_message
 from fedstill.privacy import fixed_point
-from fedstill.privacy.masks import MaskError, PublicKeys, neighbours, threshold, unmask
+from fedstill.privacy.masks import MaskError, PublicKeys, confirmations, neighbours, threshold, unmask
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class MaskedRound:
         self._least = max(2, least)
         self._session = secrets.token_hex(16)
         self._failures: dict[int, str] = {}
+        self._signatures: dict[int, list[str]] = {}  # on the keys, for sites that know each other
 
     def run(self, requests: Sequence[Train]) -> list[Tree]:
         """An answer for each request: with the mean of all updates in its update's place, or why it does not count."""
@@ -54,7 +55,7 @@ class MaskedRound:
         shares, digests = self._shares(keys, around)
         answers = self._masked_updates(requests, shares, around)
         gone = sorted(set(shares) - set(answers))
-        total = self._sum(answers, gone, keys, around, digests, set(shares))
+        total = self._sum(answers, gone, keys, around, digests)
         if not fixed_point.can_be_sum(total, len(answers)):
             raise MaskError(
                 "what is left without the masks cannot be a sum of updates: a site did not follow the rules"
@@ -75,6 +76,9 @@ class MaskedRound:
             given = answer.get("keys")
             if isinstance(given, list) and len(given) == 2 and all(map(_is_text, given)):
                 found[client] = (given[0], given[1])
+                signature = answer.get("signature")
+                if isinstance(signature, list) and len(signature) == 2 and all(map(_is_text, signature)):
+                    self._signatures[client] = signature
             else:
                 self._fail(client, "it sent no public keys")
         self._check_enough(found, "public keys")
@@ -89,6 +93,7 @@ class MaskedRound:
                 "kind": MASK_SHARES,
                 "session": self._session,
                 "keys": {str(k): list(keys[k]) for k in around[client]},
+                "signatures": {str(k): self._signatures[k] for k in around[client] if k in self._signatures},
             }
             for client in keys
         }
@@ -135,18 +140,17 @@ class MaskedRound:
         keys: Mapping[int, PublicKeys],
         around: Mapping[int, Sequence[int]],
         digests: Mapping[int, str],
-        shared: set[int],
     ) -> Tensor:
-        """Step 4."""
+        """Steps 4 and 5."""
         answered = sorted(answers)
+        proofs = self._proofs(answered, gone, around, confirmations(len(keys)))
         bodies = {
             client: {
                 "kind": MASK_REVEAL,
                 "session": self._session,
-                "answered": [k for k in around[client] if k in answers],
-                "gone": [k for k in around[client] if k in shared and k not in answers],
+                "proofs": {str(k): proofs[k][client] for k in around[client] if client in proofs.get(k, {})},
             }
-            for client in answered
+            for client in proofs
         }
         revealed: dict[int, dict[int, str]] = {}
         for client, answer in self._asked(bodies, MASK_REVEAL, threshold(len(keys)), drops=False):
@@ -162,6 +166,18 @@ class MaskedRound:
             digests=digests,
             revealed=revealed,
         )
+
+    def _proofs(
+        self, answered: Sequence[int], gone: Sequence[int], around: Mapping[int, Sequence[int]], least: int
+    ) -> dict[int, dict[int, str]]:
+        """Step 4: what each confirms to each of the others, that all were given the same list."""
+        body = {"kind": MASK_CONFIRM, "session": self._session, "answered": list(answered), "gone": list(gone)}
+        found: dict[int, dict[int, str]] = {}
+        for client, answer in self._asked(dict.fromkeys(answered, body), MASK_CONFIRM, least, drops=False):
+            given = _by_client(answer.get("proofs"))
+            if given is not None and set(given) == set(around[client]) & set(answered) - {client}:
+                found[client] = given
+        return found
 
     def _asked(
         self, bodies: Mapping[int, Tree], name: str, least: int, *, trains: bool = False, drops: bool = True

@@ -10,46 +10,64 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from fedstill.core.files import home_path
 from fedstill.core.reports import Code, Refusal
 from fedstill.core.tree import Message, Tree
 from fedstill.deployment.policy import Policy
-from fedstill.deployment.protocol import MASK_KEYS, MASK_REVEAL, MASK_SHARES, MASKED, RunInfo
+from fedstill.deployment.protocol import MASK_CONFIRM, MASK_KEYS, MASK_REVEAL, MASK_SHARES, MASKED, RunInfo, run_number
 from fedstill.methods.base import Part, fault
 from fedstill.methods.summed import to_integers
+from fedstill.privacy import fixed_point
 from fedstill.privacy.masks import MaskError, Participant
+from fedstill.privacy.signatures import Signer, check_signed, read_known
 
 _MOST = 1000  # other sites in one request
+_MOST_IN_SUM = fixed_point.MOST
 _LONGEST = 4096  # characters of a key, or of shares
 
 
 def is_masking(body: Any) -> bool:
     """Whether a request is one of those around the training of a masked round."""
-    return isinstance(body, dict) and body.get("kind") in (MASK_KEYS, MASK_SHARES, MASK_REVEAL)
+    return isinstance(body, dict) and body.get("kind") in (MASK_KEYS, MASK_SHARES, MASK_CONFIRM, MASK_REVEAL)
 
 
 class SiteMasks:
     """The masks of the round that is under way; a new round, or a new attempt at it, has its own."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy, signer: Signer | None = None) -> None:
+        self._policy, self._signer = policy, signer
+        self._known = read_known(home_path(policy.known_sites)) if policy.known_sites else None
         self._current: tuple[str, Participant] | None = None  # with the run that it belongs to
 
     def handle(self, body: Mapping[str, Any], run: RunInfo) -> Tree:
         """The answer to a request for public keys, for shares, or for what takes the masks off a sum."""
         with _refusing():
             if body["kind"] == MASK_KEYS:
-                participant = Participant(run["client"], _text(body["session"]))
-                self._current = (run["number"], participant)
-                return {"keys": list(participant.public_keys())}
+                return self._begin(_text(body["session"]), run)
             participant = self._participant(body["session"], run)
             if body["kind"] == MASK_SHARES:
                 pairs = {client: _pair(keys) for client, keys in _by_client(body["keys"]).items()}
-                shares, digest = participant.share(pairs, least=self._policy.min_sites)
-                return {"shares": {str(client): share for client, share in shares.items()}, "digest": digest}
-            revealed = participant.reveal(
-                _clients(body["answered"]), _clients(body["gone"]), least=self._policy.min_sites
-            )
-            return {"shares": {str(client): share for client, share in revealed.items()}}
+                if self._known is not None:
+                    signed = {client: _pair(given) for client, given in _by_client(body["signatures"]).items()}
+                    check_signed(self._known, run_number(run), participant.session, pairs, signed)
+                shares, digest = participant.share(pairs, least=self._least)
+                return {"shares": _named(shares), "digest": digest}
+            if body["kind"] == MASK_CONFIRM:
+                answered, gone = _clients(body["answered"]), _clients(body["gone"])
+                return {"proofs": _named(participant.confirm(answered, gone, least=self._least))}
+            proofs = {client: _text(proof) for client, proof in _by_client(body["proofs"]).items()}
+            return {"shares": _named(participant.reveal(proofs))}
+
+    def _begin(self, session: str, run: RunInfo) -> Tree:
+        participant = Participant(run["client"], session)
+        self._current = (run["number"], participant)
+        keys = participant.public_keys()
+        signed = self._signer.sign(run_number(run), session, run["client"], keys) if self._signer else ()
+        return {"keys": list(keys), "signature": list(signed)}
+
+    @property
+    def _least(self) -> int:
+        return self._policy.min_sites
 
     def masked(self, masking: Any, message: Message, declared: Mapping[str, Part], run: RunInfo) -> Message:
         """What a client is to send in its message's place."""
@@ -58,7 +76,7 @@ class SiteMasks:
         with _refusing():
             participant = self._participant(masking["session"], run)
             received = {client: _text(text) for client, text in _by_client(masking["shares"]).items()}
-            return {MASKED: participant.mask(received, to_integers(message, declared), least=self._policy.min_sites)}
+            return {MASKED: participant.mask(received, to_integers(message, declared), least=self._least)}
 
     def check(self, masking: Any, run: RunInfo) -> None:
         """Refuse, before any work, to train for a server that has not begun with the keys."""
@@ -80,6 +98,10 @@ def _refusing() -> Iterator[None]:
         raise Refusal(Code.MASKING_REFUSED, f"secure aggregation: {error}") from error
 
 
+def _named(found: Mapping[int, str]) -> dict[str, str]:
+    return {str(client): text for client, text in found.items()}
+
+
 def _by_client(given: Any) -> dict[int, Any]:
     if not isinstance(given, dict) or len(given) > _MOST:
         raise MaskError(f"what the server passes on is not of at most {_MOST} sites")
@@ -87,7 +109,7 @@ def _by_client(given: Any) -> dict[int, Any]:
 
 
 def _clients(given: Any) -> Sequence[int]:
-    if not isinstance(given, list) or len(given) > _MOST or not all(type(client) is int for client in given):
+    if not isinstance(given, list) or len(given) > _MOST_IN_SUM or not all(type(client) is int for client in given):
         raise MaskError("no list of clients")
     return given
 

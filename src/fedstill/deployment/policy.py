@@ -49,6 +49,7 @@ class Policy:
     min_count: Limit = 5  # rows behind a number or a category of a table's statistics, at least
     secure_only: bool = False  # whether updates leave this site only under masks (secure_aggregation)
     min_sites: Annotated[int, Field(ge=2)] = 3  # updates in a masked sum that this site's may be in, at least
+    known_sites: str = ""  # folder with the sites' public keys (NAME.pub): masked sums with these alone; empty: with any
     download: bool = False  # whether datasets and encoders that a server names may be fetched
     max_parameters: Limit = 500_000_000  # numbers in the network
     max_epochs: Limit = 1000  # passes over the data in a round

@@ -16,7 +16,8 @@ from fedstill.metrics.scores import FUNCTIONS, ClassCounts
 
 _MOST = 10**8  # samples of a site
 # Kinds of the requests around the training of a masked round, and the name of what a site then sends.
-MASK_KEYS, MASK_SHARES, MASK_REVEAL, MASKED = "MaskKeys", "MaskShares", "MaskReveal", "masked"
+MASK_KEYS, MASK_SHARES, MASK_CONFIRM, MASK_REVEAL = "MaskKeys", "MaskShares", "MaskConfirm", "MaskReveal"
+MASKED = "masked"
 STATISTICS = "Statistics"  # the kind of the request for sums over a table's columns
 
 RunInfo = dict[str, Any]

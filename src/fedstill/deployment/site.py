@@ -60,6 +60,7 @@ from fedstill.methods.kinds import Kind
 from fedstill.metrics.scores import COUNTED, FUNCTIONS, ClassCounts
 from fedstill.models.base import frozen_digest
 from fedstill.models.pretrained import DISTILBERT
+from fedstill.privacy.signatures import Signer
 from fedstill.running.machine import one_thread
 from fedstill.running.rollback import ROLLBACKS, seen, unseen
 from fedstill.train.task import Task
@@ -135,11 +136,12 @@ class Site:
         policy: Policy | None = None,
         ask: Callable[[str], bool] | None = None,
         finished: Callable[[str], None] = log.info,
+        signer: Signer | None = None,
     ) -> None:
         """Without `data` of its own, a site has its share of what the run divides, to try things out.
 
         `ask` puts to the site's owner what the policy leaves open; without it, that is refused. `finished` gets what
-        there is to say when a run has ended.
+        there is to say when a run has ended. With a `signer` other sites can tell this one's keys of a masked sum.
         """
         self._finished = finished
         self._directory, self._inputs, self._policy = directory, inputs or LocalInputs(), policy or Policy()
@@ -148,7 +150,7 @@ class Site:
         self._settings: tuple[str, Config] | None = None  # of the run, as text and checked
         self._ready: tuple[dict[str, Any], Worker] | None = None
         self._audit = AuditLog(directory / SENT)
-        self._masks = SiteMasks(self._policy)
+        self._masks = SiteMasks(self._policy, signer)
 
     def handle(self, message: Tree) -> Tree:
         with during(Step.REQUEST):

@@ -1,12 +1,14 @@
 """Secure aggregation: a server learns the sum of vectors, and of no vector anything else.
 
-SecAgg (Bonawitz et al. 2017) and SecAgg+ (Bell et al. 2020), of which this is one attempt at one sum. In four steps:
+SecAgg (Bonawitz et al. 2017) and SecAgg+ (Bell et al. 2020), of which this is one attempt at one sum. In five steps:
 
 1. Everyone makes two key pairs. 2. With the public keys of its neighbours, everyone makes a secret with each of them,
 and divides its own seed and its private key among them, so that more than half can put either together. 3. Everyone
 adds masks to its vector: one from its seed, and one from each secret, which one of the two adds and the other
-subtracts. 4. The neighbours of whoever answered give their shares of its seed, and those of whoever did not, of its
-private key: so the server takes off the masks that are left in the sum.
+subtracts. 4. Everyone confirms to its neighbours, under a secret that the server does not know, which list it was given
+of who answered and who did not. 5. If enough of them were given the same one, the neighbours of whoever answered give
+their shares of its seed, and those of whoever did not, of its private key: so the server takes off the masks that are
+left in the sum.
 
 Keys, encryption and shares are Flower's. Masks are not: its generator starts from 32 bits, which a server could try
 out one by one; here they are the key stream of AES-256 in counter mode.
@@ -15,6 +17,8 @@ out one by one; here they are the key stream of AES-256 in counter mode.
 from __future__ import annotations
 
 import hashlib
+import hmac
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +63,19 @@ def threshold(holders: int) -> int:
     return holders // 2 + 1
 
 
+def confirmations(clients: int) -> int:
+    """How many clients, oneself included, must have been given the same list before anything is revealed.
+
+    Two lists cannot both be confirmed by so many unless a third of the clients confirm both, and an honest one confirms
+    one: so nobody is named as answering to some and as gone to others, while less than a third help the server.
+
+    >>> [confirmations(n) for n in (2, 3, 4, 5, 10, 100)]
+    [2, 2, 3, 4, 7, 67]
+    """
+    helpers = (clients - 1) // 3  # the largest number below a third
+    return (clients + helpers) // 2 + 1
+
+
 @dataclass
 class Participant:
     """One client's side of one sum. The steps come in their order, each once."""
@@ -69,6 +86,7 @@ class Participant:
     _shares: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # of others' seeds and private keys
     _seed: bytes = field(default_factory=lambda: os.urandom(32))
     _masked: bool = False
+    _list: tuple[list[int], list[int]] | None = None  # who answered and who did not, as the server says
 
     def __post_init__(self) -> None:
         lib = _library()
@@ -122,18 +140,46 @@ class Participant:
             _add(words, self._secret(1, other), self.session, plus=self.client < other)
         return torch.from_numpy(words.view(np.int64))
 
-    def reveal(self, answered: Sequence[int], gone: Sequence[int], *, least: int = 2) -> dict[int, str]:
-        """Step 4: shares of the seeds of those who answered and of the private keys of those who did not.
+    def confirm(self, answered: Sequence[int], gone: Sequence[int], *, least: int = 2) -> dict[int, str]:
+        """Step 4: for each neighbour who answered, the proof that this list is the one that this client was given.
 
-        Never both of one, never twice, and not if the sum has fewer than `least` vectors in it.
+        `answered` and `gone` are of all clients of the sum. There is one list; not one by which both secrets of a
+        client are revealed, or by which the sum has fewer than `least` vectors in it.
         """
-        there, away = set(answered), set(gone)
-        if not self._masked or not self._shares or there & away or there | away != set(self._shares):
-            raise MaskError("asked for shares of somebody else, for both of one client, or twice")
+        everyone = set(answered) | set(gone)
+        there, away = set(answered) & set(self._keys), set(gone) & set(self._keys)
+        if not self._masked or self._list is not None or set(answered) & set(gone):
+            raise MaskError("a list of who answered at the wrong time, or a second one, or with a client twice")
+        if there | away != set(self._shares) or len(everyone) != len(answered) + len(gone):
+            raise MaskError("the list of who answered is not of those whose shares came")
         if self.client not in there or len(there) < max(least, threshold(len(self._keys))):
             raise MaskError(f"the sum would be of {len(there)} clients' updates: too few to hide one")
+        self._list = sorted(answered), sorted(gone)
+        return {other: self._proof(self.client, other) for other in sorted(there - {self.client})}
+
+    def reveal(self, proofs: Mapping[int, str]) -> dict[int, str]:
+        """Step 5: shares of the seeds of those who answered and of the private keys of those who did not, once.
+
+        `proofs`: what neighbours sent to this client in step 4.
+        """
+        if self._list is None or not self._shares:
+            raise MaskError("asked for shares before the list of who answered was confirmed, or twice")
+        answered, away = set(self._list[0]), set(self._list[1])
+        same = 1  # this client itself
+        for other, proof in proofs.items():
+            if other == self.client or other not in answered or other not in self._shares:
+                raise MaskError(f"client {other} has nothing to confirm")
+            same += hmac.compare_digest(proof, self._proof(other, self.client))
+        if same < (needed := confirmations(len(self._keys))):
+            raise MaskError(f"{same} of {len(self._keys)} clients were given this list of who answered, {needed} must")
         shares, self._shares = self._shares, {}
-        return {client: shares[client][client in away].hex() for client in sorted(there | away)}
+        return {client: shares[client][client in away].hex() for client in sorted(shares)}
+
+    def _proof(self, sender: int, receiver: int) -> str:
+        """What only these two can make: that the sender was given this client's list."""
+        text = json.dumps(["fedstill answered", self.session, sender, receiver, self._list])
+        secret = self._secret(0, sender if sender != self.client else receiver)
+        return hmac.new(hashlib.sha256(b"fedstill proof " + secret).digest(), text.encode(), "sha256").hexdigest()
 
     def _secret(self, which: int, other: int) -> bytes:
         """What this client and another know, and nobody else."""

@@ -75,8 +75,9 @@ def accuracy(result: Any) -> dict[str, Any]:
     return {"accuracy": mean(known[-LAST:]), "epsilon": spent, "noise": noise, "seconds": result.summary["seconds"]}
 
 
-def against_epsilon(out: Path, data: str, data_dir: str, seeds: list[int]) -> None:
-    for seed, (method, hyper), epsilon in product(seeds, METHODS.items(), EPSILONS):
+def against_epsilon(out: Path, data: str, data_dir: str, seeds: list[int], methods: list[str]) -> None:
+    for seed, method, epsilon in product(seeds, methods, EPSILONS):
+        hyper = METHODS[method]
         path = out / f"{data}-{method}-{epsilon:g}-{seed}.json"
         if path.exists() or (epsilon and method in NOT_PRIVATE):
             continue
@@ -154,6 +155,7 @@ def main() -> None:
     parser.add_argument("--data", default="fashion-mnist", help="mnist or fashion-mnist")
     parser.add_argument("--data-dir", default="", help="where the dataset's files are")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--samples", action="store_true", help="Opacus' MNIST example")
     parser.add_argument("--epochs", type=int, default=15, help="of Opacus' example")
     parser.add_argument("--table", action="store_true", help="show what is there")
@@ -162,7 +164,7 @@ def main() -> None:
     if chosen.samples:
         opacus_example(chosen.out, chosen.data_dir, chosen.epochs, chosen.seeds)
     elif not chosen.table:
-        against_epsilon(chosen.out, chosen.data, chosen.data_dir, chosen.seeds)
+        against_epsilon(chosen.out, chosen.data, chosen.data_dir, chosen.seeds, chosen.methods)
     if not chosen.samples:
         table(chosen.out, chosen.data)
 

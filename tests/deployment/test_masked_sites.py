@@ -62,12 +62,12 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, Tensor]]:
     found: list[dict[int, Tensor]] = []
     masked, rounds = SiteMasks.masked, dict[str, int]()
 
-    def spy(self: SiteMasks, masking: Any, message: Any, declared: Any, run: Any) -> Any:
+    def spy(self: SiteMasks, masking: Any, message: Any, declared: Any, run: Any, fewest: int) -> Any:
         place = rounds.setdefault(masking["session"], len(rounds))
         if place == len(found):
             found.append({})
         found[place][run["client"]] = message["model"].clone()
-        return masked(self, masking, message, declared, run)
+        return masked(self, masking, message, declared, run, fewest)
 
     monkeypatch.setattr(SiteMasks, "masked", spy)
     return found
@@ -181,9 +181,11 @@ def test_sites_that_know_each_other_take_no_keys_from_anybody_else(tmp_path: Pat
     assert weights(tmp_path / "served") == weights(tmp_path / "alone")
     for case, refused in (("stranger", "known site"), ("twice", "for two clients"), ("forged", "is not right")):
         wire = with_keys(tmp_path / case, Tapped(tmp_path / f"{case} sites"), POLICY, *["west"][: case == "stranger"])
-        problems = []
+        problems: list[str] = []
 
-        def lies(name: str, request: Tree, case: str = case, problems: list[str] = problems, wire: Tapped = wire) -> bool:
+        def lies(
+            name: str, request: Tree, case: str = case, problems: list[str] = problems, wire: Tapped = wire
+        ) -> bool:
             signed = request.get("signatures", {}) if request.get("kind") == "MaskShares" else {}
             if signed and case == "twice":
                 signed["2"] = signed["1"]

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fedstill.core.errors import FedstillError, SettingError
+from fedstill.core.files import read_sealed_json
+from fedstill.core.reports import Refusal, report, step_of
 from fedstill.core.tree import Tree
 from fedstill.deployment import region as regional
-from fedstill.privacy.accounting import Plan, epsilon
+from fedstill.deployment.policy import Policy
+from fedstill.deployment.site import LocalInputs, Site
+from fedstill.methods.dp import DP
+from fedstill.methods.dp_sgd import sample_epsilon
+from fedstill.privacy.accounting import Plan, Release, composed, epsilon
+from fedstill.running.directory import RunDirectory
+from fedstill.running.rollback import rollback
 from support import regions
-from support.sites import Wire, served, weights
+from support.sites import NAMES, POLICY, Silence, Wire, served, weights
 
 pytest.importorskip("dp_accounting")
 
@@ -62,3 +74,154 @@ def test_a_regional_server_finds_the_noise_of_its_budget(tmp_path: Path, monkeyp
     budget: dict[str, Any] = {"hyper": {"target_epsilon": 9.0, "delta": 1e-3, "clip": 0.01}}
     result = regions.served(regions.World(tmp_path), tmp_path / "served", "fedavg+dp+f2l", participation=1.0, **budget)
     assert 8.5 < result.summary["epsilon"] <= 9.0
+
+
+# --- noise that the sites add, and what each counts for itself --------------------------------------------------------
+
+SHORT: dict[str, Any] = {"fraction": 0.05, "eval_every": 0, "round_retries": 0}
+SHARES: dict[str, Any] = SHORT | {
+    "secure_aggregation": True,
+    "hyper": {"noise_multiplier": 4.0, "noise_shares": 3, "clip": 0.5, "delta": 1e-3},
+}
+SAMPLES: dict[str, Any] = SHORT | {"model": "mlp", "hyper": {"noise_multiplier": 1.5, "clip": 1.0}}
+
+
+class Watched(Wire):
+    """Sites with a policy; `changed` may change a request, or say that its site is gone."""
+
+    def __init__(self, folder: Path, policy: Policy = POLICY) -> None:
+        super().__init__(folder)
+        self.sites = {name: Site(folder / name, LocalInputs(), policy) for name in NAMES}
+        self.changed: Callable[[str, Tree], bool] = lambda name, request: False
+        self.refusals: list[str] = []
+
+    def answer(self, name: str, request: Tree) -> Any:
+        if self.changed(name, request):
+            return Silence("it is gone")
+        try:
+            return super().answer(name, request)
+        except Refusal as error:
+            self.refusals.append(str(error))
+            return {"error": report(error.code, step_of(error), "0000")}
+
+
+def spent(folder: Path, name: str = "north") -> list[list[float]]:
+    found: list[list[float]] = read_sealed_json(folder / name / "privacy.json")["spent"]
+    return found
+
+
+def kind(request: Tree) -> str:
+    return str((request["request"] or {}).get("kind", ""))
+
+
+def test_sites_add_the_noise_and_their_server_sees_no_sum_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the server has is the mean of what the sites sent, which is not what they learnt."""
+    sent: list[Any] = []
+    noisy = DP._noisy
+
+    def spy(self: DP, client: Any, message: Any) -> Any:
+        sent.append((message["model"].double(), noisy(self, client, message)["model"]))
+        return {"model": sent[-1][1]}
+
+    monkeypatch.setattr(DP, "_noisy", spy)
+    result = served(Watched(tmp_path / "sites"), tmp_path / "served", "fedavg+dp", rounds=1, **SHARES)
+    assert len(sent) == 3
+    model = RunDirectory.open(tmp_path / "served", lock=False).read_checkpoint(1)["model"].double()
+    torch.testing.assert_close(model, torch.stack([mine for _, mine in sent]).mean(0), rtol=1e-5, atol=1e-6)
+    noise = torch.cat([mine - learnt for learnt, mine in sent])
+    assert float(noise.std()) == pytest.approx(4.0 * 0.5 / 3**0.5, rel=0.02)  # clipping is nothing beside it
+    assert result.summary["epsilon"] == pytest.approx(epsilon(Plan(1, 1, 1), 4.0, 1e-3))
+    assert spent(tmp_path / "sites") == [[4.0, 1.0, 1]]
+
+
+def test_with_fewer_sites_than_shares_of_the_noise_there_is_no_sum(tmp_path: Path) -> None:
+    wire = Watched(tmp_path / "sites", replace(POLICY, min_sites=2))
+    wire.changed = lambda name, request: name == "west" and kind(request) == "Train"
+    with pytest.raises(FedstillError, match="given up"):
+        served(wire, tmp_path / "served", "fedavg+dp", rounds=1, **SHARES)
+
+
+def test_a_server_cannot_ask_for_little_noise_and_then_unmask_a_small_sum(tmp_path: Path) -> None:
+    """The settings come with every request: a site keeps to those by which it made its noise."""
+    wire = Watched(tmp_path / "sites", replace(POLICY, min_sites=2))
+
+    def lies(name: str, request: Tree) -> bool:
+        if kind(request) == "Train":  # a tenth of the noise's variance for each
+            request["run"]["config"] = request["run"]["config"].replace("noise_shares = 3", "noise_shares = 30")
+        return False
+
+    wire.changed = lies
+    with pytest.raises(FedstillError, match="given up"):
+        served(wire, tmp_path / "served", "fedavg+dp", rounds=1, **SHARES)
+    assert "only 3 of 3 clients are there" in wire.refusals[-1]
+
+
+def test_a_site_sends_no_share_of_the_noise_without_masks(tmp_path: Path) -> None:
+    wire = Watched(tmp_path / "sites")
+
+    def lies(name: str, request: Tree) -> bool:
+        run = request["run"]
+        run["config"] = run["config"].replace("secure_aggregation = true", "secure_aggregation = false")
+        return False
+
+    wire.changed = lies
+    with pytest.raises((FedstillError, SettingError), match="set secure_aggregation = true"):
+        served(wire, tmp_path / "served", "fedavg+dp", rounds=1, **SHARES)
+
+
+def test_a_site_with_a_limit_of_its_own_answers_no_more_once_it_is_spent(tmp_path: Path) -> None:
+    two, little = composed([Release(4.0, 1.0, 2)], 1e-5), {"hyper": SHARES["hyper"] | {"clip": 0.01}}
+    wire = Watched(tmp_path / "sites", replace(POLICY, max_epsilon=two + 1e-6))
+    with pytest.raises(FedstillError, match="round 3 failed"):
+        served(wire, tmp_path / "served", "fedavg+dp", rounds=3, **SHARES | little)
+    assert "with this round the site would have spent epsilon" in wire.refusals[-1]
+    assert spent(tmp_path / "sites") == [[4.0, 1.0, 2]]
+    with pytest.raises(FedstillError):  # another run does not begin anew
+        served(wire, tmp_path / "another", "fedavg+dp", rounds=1, **SHARES | little | {"seed": 5})
+    assert spent(tmp_path / "sites") == [[4.0, 1.0, 2]]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedavg+dp"])
+def test_a_site_with_a_limit_refuses_what_hides_nothing_from_its_server(method: str, tmp_path: Path) -> None:
+    wire = Watched(tmp_path / "sites", replace(POLICY, max_epsilon=5.0))
+    with pytest.raises(FedstillError):
+        served(wire, tmp_path / "served", method, rounds=1, **PRIVATE if method == "fedavg+dp" else {})
+    assert "hides nothing from its server" in wire.refusals[0]
+
+
+def test_the_account_of_samples_is_that_of_opacus(tmp_path: Path) -> None:
+    pytest.importorskip("opacus")
+    wire = Watched(tmp_path / "sites")
+    served(wire, tmp_path / "served", "fedavg+dp-sgd", rounds=2, **SAMPLES)
+    ((noise, share, steps),) = spent(tmp_path / "sites")
+    ready = wire.sites["north"]._ready
+    assert ready is not None
+    samples, local = len(ready[1].federation.train_index), ready[1].task.local
+    assert (noise, share) == (1.5, pytest.approx(min(1.0, local.batch_size / samples)))
+    assert composed([Release(noise, share, int(steps))], 1e-5) == pytest.approx(
+        sample_epsilon(samples, 2, local, 1.5, 1e-5), rel=0.02
+    )
+
+
+@pytest.mark.parametrize("to", [0, 1])
+def test_what_was_spent_stays_spent_when_a_run_goes_back(to: int, tmp_path: Path) -> None:
+    wire = Watched(tmp_path / "sites")
+    served(wire, tmp_path / "served", "fedavg+dp", rounds=2, **SHORT | PRIVATE)
+    rollback(tmp_path / "served", to)
+    result = served(wire, tmp_path / "served", "fedavg+dp", rounds=2, **SHORT | PRIVATE)
+    assert result.summary["epsilon"] == pytest.approx(epsilon(Plan(3, 3, 4 - to), 4.0, 1e-3))
+    rollback(tmp_path / "served", 0)
+    rollback(tmp_path / "served", 0)
+    result = served(wire, tmp_path / "served", "fedavg+dp", rounds=1, **SHORT | PRIVATE)
+    assert result.summary["epsilon"] == pytest.approx(epsilon(Plan(3, 3, 5 - to), 4.0, 1e-3))
+
+
+def test_a_site_whose_answer_comes_too_late_has_spent_all_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("opacus")
+    wire = Watched(tmp_path / "sites")
+    wire.changed = lambda name, request: name == "west" and kind(request) == "Train"
+    served(wire, tmp_path / "served", "fedavg+dp-sgd", rounds=1, **SAMPLES)
+    state = RunDirectory.open(tmp_path / "served", lock=False).read_checkpoint(1)["state"]
+    assert state["dp-sgd"] == {"0": 1, "1": 1, "2": 1}

@@ -118,7 +118,7 @@ def test_a_server_that_tells_clients_different_lists_learns_nothing() -> None:
     told = {k: ([1, 2, 3, 4, 5], []) if k in (1, 2, 5) else ([1, 2, 3, 4], [5]) for k in run.masked}
     proofs = {k: run.everyone[k].confirm(*told[k]) for k in run.masked}
     for client, each in run.everyone.items():
-        with pytest.raises(MaskError, match="of 5 clients were given this list of who answered, 4 must|client 5 has nothing"):
+        with pytest.raises(MaskError, match=r"of 5 clients were given this list|client 5 has nothing"):
             each.reveal(proofs_for(client, proofs))
 
 
@@ -143,9 +143,7 @@ def test_no_two_lists_are_confirmed_by_enough(clients: int) -> None:
     """By counting: helpers of the server confirm both lists, everybody else one of them."""
     helpers = -(-clients // 3) - 1  # fewer than a third
     honest = clients - helpers
-    assert all(
-        min(one, honest - one) + helpers < confirmations(clients) for one in range(honest + 1)
-    )
+    assert all(min(one, honest - one) + helpers < confirmations(clients) for one in range(honest + 1))
     assert confirmations(clients) <= clients
 
 

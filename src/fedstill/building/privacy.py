@@ -8,9 +8,9 @@ from fedstill.building.config import Config
 from fedstill.building.topology import Hierarchy, Region, cohort_size, with_data
 from fedstill.core.errors import SettingError
 from fedstill.data.federation import Federation
-from fedstill.methods.dp import DP
+from fedstill.methods.base import Method
+from fedstill.methods.dp import DP, PrivateClients
 from fedstill.privacy import accounting
-from fedstill.privacy.accounting import Plan
 
 
 def with_noise(hierarchy: Hierarchy, config: Config, federation: Federation, *, elsewhere: bool) -> Hierarchy:
@@ -23,7 +23,9 @@ def with_noise(hierarchy: Hierarchy, config: Config, federation: Federation, *, 
         return hierarchy
     if open_ones := [region.name for region in hierarchy.regions if not region.method.guarantee]:
         raise SettingError(f"{open_ones[0]}: its method has no dp, and other regions' have; give it to all or none")
-    if hierarchy.grouped and any(isinstance(region.method, DP) for region in private):
+    for region in private:
+        check_noise(config, region.method)
+    if hierarchy.grouped and any(isinstance(region.method, PrivateClients) for region in private):
         raise SettingError("dp adds noise to the sum of all clients' updates, who need one network: leave models out")
     if config.class_weight == "balanced":
         raise SettingError("class_weight = 'balanced' counts clients' classes exactly, without noise: give numbers")
@@ -34,14 +36,30 @@ def with_noise(hierarchy: Hierarchy, config: Config, federation: Federation, *, 
     return replace(hierarchy, regions=tuple(_solved(region, config, federation, elsewhere) for region in private))
 
 
+def check_noise(config: Config, method: Method) -> None:
+    """Refuse noise that nobody adds: of clients, where updates are not masked, or of a server that sees none."""
+    private = next((part for part in method.parts() if isinstance(part, DP)), None)
+    if private is None:
+        return
+    if config.secure_aggregation and not (private.noise_shares and private.noise_multiplier):
+        raise SettingError(
+            "dp with secure_aggregation: clients add the noise, and have to know it: give noise_multiplier ('fedstill "
+            "privacy' finds it) and noise_shares, the number of clients whose noise together is that"
+        )
+    if private.noise_shares and not config.secure_aggregation:
+        raise SettingError(
+            f"noise_shares = {private.noise_shares}: a client's share of the noise hides it in a sum alone; set "
+            "secure_aggregation = true"
+        )
+
+
 def _solved(region: Region, config: Config, federation: Federation, elsewhere: bool) -> Region:
     method = region.method
-    if not isinstance(method, DP):
+    if not isinstance(method, PrivateClients):
         return region
     clients = len(region.clients if elsewhere else with_data(federation.sizes, region.clients))
-    plan = Plan(
-        clients, cohort_size(clients, len(region.clients), region.participation), config.rounds, method.sampling
-    )
+    cohort = cohort_size(clients, len(region.clients), region.participation)
+    plan = method.plan((clients, cohort), config.rounds)
     delta = method.delta_of(len(region.clients))
     if not method.noise_multiplier:
         noise = accounting.noise_multiplier(plan, method.target_epsilon, delta) if method.target_epsilon else 1.0

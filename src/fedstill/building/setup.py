@@ -13,7 +13,7 @@ from fedstill.attacks.attack import Attack, plan
 from fedstill.building.config import Config
 from fedstill.building.data import data_notes, divide, encoder_of, load_data, standardise, wanted_size
 from fedstill.building.groups import Group, first_network, make_groups
-from fedstill.building.privacy import with_noise
+from fedstill.building.privacy import check_noise, with_noise
 from fedstill.building.task import Network, make_task
 from fedstill.building.topology import (
     Hierarchy,
@@ -198,6 +198,7 @@ def attack_of(config: Config, federation: Federation, hierarchy: Hierarchy) -> A
 def check_secure(config: Config, trained: Sequence[tuple[Task, Method]]) -> None:
     """Refuse what cannot work where the server sees sums of updates alone."""
     for task, method in trained:
+        check_noise(config, method)
         check_sums_only(method, task)
     if config.flat and config.max_update_ratio not in (0, Config.model_fields["max_update_ratio"].default):
         raise SettingError(

@@ -38,9 +38,14 @@ class SiteMasks:
         self._policy, self._signer = policy, signer
         self._known = read_known(home_path(policy.known_sites)) if policy.known_sites else None
         self._current: tuple[str, Participant] | None = None  # with the run that it belongs to
+        self._least = policy.min_sites  # updates in a sum
 
-    def handle(self, body: Mapping[str, Any], run: RunInfo) -> Tree:
-        """The answer to a request for public keys, for shares, or for what takes the masks off a sum."""
+    def handle(self, body: Mapping[str, Any], run: RunInfo, fewest: int = 1) -> Tree:
+        """The answer to a request for public keys, for shares, or for what takes the masks off a sum.
+
+        `fewest`: how many updates the run's method wants in a sum, where it hides them by noise.
+        """
+        self._want(fewest)
         with _refusing():
             if body["kind"] == MASK_KEYS:
                 return self._begin(_text(body["session"]), run)
@@ -58,19 +63,22 @@ class SiteMasks:
             proofs = {client: _text(proof) for client, proof in _by_client(body["proofs"]).items()}
             return {"shares": _named(participant.reveal(proofs))}
 
+    def _want(self, fewest: int) -> None:
+        """Of one sum, what was wanted once stays wanted: a server sends the run's settings with every request."""
+        self._least = max(self._least, fewest)
+
     def _begin(self, session: str, run: RunInfo) -> Tree:
         participant = Participant(run["client"], session)
-        self._current = (run["number"], participant)
+        self._current, self._least = (run["number"], participant), self._policy.min_sites
         keys = participant.public_keys()
         signed = self._signer.sign(run_number(run), session, run["client"], keys) if self._signer else ()
         return {"keys": list(keys), "signature": list(signed)}
 
-    @property
-    def _least(self) -> int:
-        return self._policy.min_sites
-
-    def masked(self, masking: Any, message: Message, declared: Mapping[str, Part], run: RunInfo) -> Message:
+    def masked(
+        self, masking: Any, message: Message, declared: Mapping[str, Part], run: RunInfo, fewest: int = 1
+    ) -> Message:
         """What a client is to send in its message's place."""
+        self._want(fewest)
         if problem := fault(message, dict(declared)):
             raise Refusal(Code.ANSWER_UNDECLARED, f"the update cannot be in a sum: {problem}")
         with _refusing():

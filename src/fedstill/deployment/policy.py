@@ -49,7 +49,13 @@ class Policy:
     min_count: Limit = 5  # rows behind a number or a category of a table's statistics, at least
     secure_only: bool = False  # whether updates leave this site only under masks (secure_aggregation)
     min_sites: Annotated[int, Field(ge=2)] = 3  # updates in a masked sum that this site's may be in, at least
-    known_sites: str = ""  # folder with the sites' public keys (NAME.pub): masked sums with these alone; empty: with any
+    # What all private runs together may tell of a sample (+dp-sgd), or of all that is here (+dp with noise_shares), and
+    # how likely that may fail. 0: no limit. With one, runs that hide nothing from their server are refused.
+    max_epsilon: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    known_sites: str = (
+        ""  # folder with the sites' public keys (NAME.pub): masked sums with these alone; empty: with any
+    )
     download: bool = False  # whether datasets and encoders that a server names may be fetched
     max_parameters: Limit = 500_000_000  # numbers in the network
     max_epochs: Limit = 1000  # passes over the data in a round

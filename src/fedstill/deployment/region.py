@@ -126,8 +126,10 @@ class RegionalLoop(RoundLoop):
         if round_ in self.directory.checkpoint_rounds():
             self.load_state(self.directory.read_checkpoint(round_))
         elif round_ == 0:
+            earlier = self.states()
             self.server.state, self.update_norms, self.client_states = {}, {}, {}
             self.setup.hierarchy.regions[0].method.start(self.server)
+            self.remember(earlier)
         elif self.server.state:
             raise FedstillError(f"the region no longer knows round {round_}; 'fedstill rollback' to 0 begins anew")
         else:

@@ -20,6 +20,7 @@ import torch
 from fedstill.building.config import Config, resolve
 from fedstill.building.data import dataset_of, divide, load_data, wanted_size
 from fedstill.building.groups import own_network
+from fedstill.building.privacy import check_noise
 from fedstill.building.setup import check_secure
 from fedstill.building.task import local_training, make_task
 from fedstill.building.topology import regional_method
@@ -39,6 +40,7 @@ from fedstill.data.validation import hold_out, is_held_out
 from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, STATE, AuditLog, answer_entry, request_kind
 from fedstill.deployment.delivery import is_finish, keep_model
+from fedstill.deployment.ledger import PrivacyLedger
 from fedstill.deployment.masked_site import SiteMasks, is_masking
 from fedstill.deployment.policy import Consent, Policy, Usage
 from fedstill.deployment.protocol import (
@@ -66,6 +68,7 @@ from fedstill.running.rollback import ROLLBACKS, seen, unseen
 from fedstill.train.task import Task
 
 log = logging.getLogger(__name__)
+LEDGER = "privacy.json"  # in a site's folder
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ class Site:
         self._ready: tuple[dict[str, Any], Worker] | None = None
         self._audit = AuditLog(directory / SENT)
         self._masks = SiteMasks(self._policy, signer)
+        self._ledger = PrivacyLedger(directory / LEDGER, self._policy)
 
     def handle(self, message: Tree) -> Tree:
         with during(Step.REQUEST):
@@ -171,9 +175,10 @@ class Site:
                 return self._finish(self._worker(run, config), config, run, body.get("model"), down)
         if is_masking(body):
             with usage.work(training=False):
-                self._worker(run, config)  # whether this site takes part at all
+                worker = self._worker(run, config)  # whether this site takes part at all
+                methods = [method for _, method in worker.regional] or [worker.method]
                 with during(Step.MASK):
-                    return self._masks.handle(body, run)
+                    return self._masks.handle(body, run, max(method.fewest_clients for method in methods))
         with during(Step.REQUEST):
             body, masking = _without_masking(body)
             request = None if body is None else _request(body, run, config)
@@ -206,7 +211,7 @@ class Site:
     def _answer(
         self, worker: Worker, request: Request | None, down: Tree, run: RunInfo, config: Config, masking: Tree
     ) -> Tree:
-        private = Kind.METRICS in self._policy.deny
+        private = Kind.METRICS in self._policy.deny or bool(self._policy.max_epsilon)
         if request is None:
             tests = 0 if private else len(worker.federation.test_index)
             counts: dict[str, Any] = {"samples": [len(worker.federation.train_index)], "tests": [tests]}
@@ -233,13 +238,15 @@ class Site:
             if isinstance(request, Train):
                 _forget_with_the_server(worker.store, run.get(ROLLBACKS, []), request.round)
             _check_state(worker.store, request)
+            self._ledger.spend(method, len(worker.federation.train_index), task.local)
             answer: dict[str, Any] = worker.handle(request, down)
         with during(Step.SEND):
             declared = wire.up if isinstance(request, Train) else wire.last
             policies.check_message(answer["message"], declared, self._policy.deny)
         if config.secure_aggregation:
             with during(Step.MASK):
-                answer["message"] = self._masks.masked(masking, answer["message"], declared, run)
+                fewest = method.fewest_clients
+                answer["message"] = self._masks.masked(masking, answer["message"], declared, run, fewest)
         if newest := worker.store.newest(request.client, request.round + 1):
             answer["state"] = newest
         worker.store.prune([run["client"]], needed=run["checkpoint"])
@@ -321,12 +328,19 @@ class Site:
                     "the frozen part of the network is not the server's: another pretrained encoder is meant"
                 )
             regional = self._regional(config, run, task, method, federation)
+            trained = [inside for _, inside in regional] or [(task, method)]
             if config.secure_aggregation:
-                check_secure(config, [inside for _, inside in regional] or [(task, method)])
+                check_secure(config, trained)
+            for _, inside_method in trained:
+                check_noise(config, inside_method)
             if config.flat:
                 steps, weights = run["steps"] or [0], _class_weight(run)
                 task = task.trained_as(replace(task.local, steps_per_epoch=steps[0], class_weight=weights))
         with during(Step.CONSENT):
+            for name, inside in regional or [(config.method, (task, method))]:
+                self._ledger.check(name, inside[1])
+            if config.class_weight == BALANCED and self._policy.max_epsilon:
+                raise Refusal(Code.NOT_ALLOWED, "this site's policy has max_epsilon: it does not count its classes")
             if config.class_weight == BALANCED:
                 self._consent.check_setting(run_number(run), "class_weight = balanced", Kind.CLASS_COUNTS)
             for name, inside in regional or [(config.method, (task, method))]:

@@ -27,10 +27,11 @@ from fedstill.core.tree import Message, Tree, first_not_finite
 from fedstill.distill.stage import predict_all
 from fedstill.methods.kinds import Kind
 from fedstill.models.base import Classifier
+from fedstill.privacy.accounting import Release
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs
 from fedstill.train.loop import Objective
-from fedstill.train.task import Samples, Task
+from fedstill.train.task import LocalTraining, Samples, Task
 
 # What a method needs of the clients' networks, where they differ.
 Networks = Literal["one", "group", "teach", "features", "head", "any"]
@@ -165,6 +166,7 @@ class Server:
         self.pool = pool  # labelled samples that the server itself holds
         self.round = 0  # the round in progress, from 1
         self.drawn = self.clients, self.clients  # how many the round's cohort is drawn from, and its expected size
+        self.cohort: list[int] = []  # the clients that were asked in the round, whether they answer or not
         self.simulated = True  # if not, there is somebody from whom random numbers must be kept secret
         self.model: Tensor = task.initial  # the global weights
         self.before: Tensor = task.initial  # those that the round began with, for what works after the average
@@ -215,6 +217,12 @@ class Guarantee(Protocol):
 
     def affords(self, server: Server, rounds: int) -> bool:
         """Whether so many further rounds stay within the budget."""
+
+    def release(self, samples: int, local: LocalTraining) -> Release | None:
+        """What a client that trains for a round on so many samples tells the server; None: nothing hides it there."""
+
+    def remember(self, server: Server, earlier: dict[str, Any]) -> None:
+        """Count what an `earlier` state had counted, also where the server has gone back behind it: it was seen."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from fedstill.core.errors import SettingError
 from fedstill.methods.base import Guarantee, Server, Uplink
 from fedstill.methods.modifier import Modifier
 from fedstill.models.norms import norms
+from fedstill.privacy.accounting import Release
 from fedstill.train.client import Client
 from fedstill.train.loop import Objective
 from fedstill.train.private import PrivateSteps, opacus, sampled, step_count
@@ -77,14 +78,17 @@ class DPSGD(Modifier):
         server.state[_STATE] = {}
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
+        # Whoever was asked counts: what comes too late to be used was seen as well.
         rounds: dict[str, int] = server.state[_STATE]
+        server.state[_STATE] = rounds | {str(k): rounds.get(str(k), 0) + 1 for k in server.cohort}
+        super().aggregate(server, uplinks)
 
-        def counted() -> Iterator[Uplink]:
-            for up in uplinks:
-                rounds[str(up.client)] = rounds.get(str(up.client), 0) + 1
-                yield up
+    def release(self, samples: int, local: LocalTraining) -> Release | None:
+        return Release(self.noise_multiplier, sampled(samples, local), step_count(samples, local))
 
-        super().aggregate(server, counted())
+    def remember(self, server: Server, earlier: dict[str, Any]) -> None:
+        own, rounds = server.state[_STATE], earlier.get(_STATE, {})
+        server.state[_STATE] = own | {k: max(n, own.get(k, 0)) for k, n in rounds.items()}
 
     def report(self, server: Server) -> dict[str, Any]:
         taken = {int(k): rounds for k, rounds in server.state[_STATE].items()}

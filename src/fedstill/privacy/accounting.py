@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedstill.core.choices import Sampling
 from fedstill.core.errors import SettingError
@@ -90,6 +90,31 @@ def _spent(rounds: tuple[tuple[Plan, float], ...], delta: float) -> float:
         if plan.cohort < plan.clients:
             one = library.SampledWithoutReplacementDpEvent(plan.clients, plan.cohort, one)
         accountant.compose(one, plan.rounds)
+    return float(accountant.get_epsilon(delta))
+
+
+class Release(NamedTuple):
+    """Gaussian mechanisms that somebody untrusted saw, each on samples that were drawn by chance."""
+
+    noise: float  # in units of what one sample, or one client, can move
+    sampled: float  # how likely each was in it; 1: it was
+    times: int
+
+
+def composed(releases: Iterable[Release], delta: float) -> float:
+    """The epsilon of all of them together, by Rényi divergences: of different kinds, whoever chose each.
+
+    >>> round(composed([Release(2.0, 1.0, 4)], 1e-5), 1)
+    4.7
+    """
+    check_delta(delta)
+    library = _library()
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant()
+    for noise, sampled, times in releases:
+        one = library.GaussianDpEvent(noise)
+        accountant.compose(one if sampled >= 1 else library.PoissonSampledDpEvent(sampled, one), times)
     return float(accountant.get_epsilon(delta))
 
 

@@ -50,7 +50,9 @@ def read_known(folder: Path) -> list[str]:
         except (OSError, ValueError) as error:
             raise SettingError(f"known_sites: the public key {path} cannot be read: {error}") from error
     if len(set(found)) < 2:
-        raise SettingError(f"known_sites: {folder} has public keys (NAME.pub) of {len(set(found))} sites; give 2 or more")
+        raise SettingError(
+            f"known_sites: {folder} has public keys (NAME.pub) of {len(set(found))} sites; give 2 or more"
+        )
     return found
 
 

@@ -29,7 +29,7 @@ from fedstill.running.callbacks import Callback, Callbacks, RunView
 from fedstill.running.directory import RunDirectory, without_nan
 from fedstill.running.evaluation import Evaluation, evaluate, evaluate_groups, tested
 from fedstill.running.machine import make_engine, one_thread
-from fedstill.running.privacy import affordable, promised
+from fedstill.running.privacy import SPENT, affordable, promised
 from fedstill.running.records import NOT_EVALUATED, Tally, of_groups, of_own_models, summarise, versions
 from fedstill.running.results import model_file, network, predictor, write_results
 from fedstill.running.training import FederatedTraining
@@ -71,12 +71,14 @@ class RoundLoop(FederatedTraining):
         if restored is None:
             for region in self.setup.hierarchy.regions:
                 region.method.start(self.regional[region.number])
-            return
-        self.server.round, state = restored
-        refuse_changes(state.get("settings", {}), self._settings)
-        self.load_state(state)
-        self.callbacks.load_state(state.get("callbacks", {}))
-        self.records = self.directory.records()
+        else:
+            self.server.round, state = restored
+            refuse_changes(state.get("settings", {}), self._settings)
+            self.load_state(state)
+            self.callbacks.load_state(state.get("callbacks", {}))
+            self.records = self.directory.records()
+        for earlier in self.directory.served_run().get(SPENT, []):
+            self.remember(earlier)
 
     def run(self) -> Summary:
         """Run the rounds that are left and write the results."""

@@ -7,10 +7,21 @@ from typing import Any
 
 from fedstill.building.topology import Hierarchy
 from fedstill.methods.base import Method, Server
+from fedstill.methods.dp import DP
+from fedstill.methods.dp_sgd import DPSGD
 
 # Of a record: measured on clients' own samples, exactly. A simulation may; clients elsewhere are not asked for it.
 _NOT_COVERED = ("amp", "fm", "wlp", "validation", "metrics", "clients", "names of those left out", "column statistics")
 _NOT_SENT = ("train_loss", "local_accuracy")
+SPENT = "spent"  # in run.json: the ledgers as they were when the run went back, one after the other
+_LEDGERS = (*DP.server_keys, *DPSGD.server_keys)
+
+
+def ledgers(checkpoint: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a checkpoint has of each region's ledger, by its number."""
+    regions = {number: own["state"] for number, own in checkpoint.get("regions", {}).items()}
+    states = regions or {"0": checkpoint.get("state", {})}
+    return {number: {name: state[name] for name in _LEDGERS if name in state} for number, state in states.items()}
 
 
 def promised(hierarchy: Hierarchy, servers: Mapping[int, Server]) -> dict[str, Any] | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fedstill.building.config import read_toml
 from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.core.files import read_sealed_json, write_sealed_json
 from fedstill.running import files
 from fedstill.running.directory import RunDirectory
+from fedstill.running.privacy import SPENT, ledgers
 
 ROLLBACKS = "rollbacks"  # the rounds to which a run went back, one after the other
 
@@ -37,7 +39,7 @@ def rollback(path: Path, to: int) -> int:
             raise FedstillError(f"the checkpoint of round {to} is damaged ({error}); nothing was changed") from error
         done = max((record["round"] for record in directory.records()), default=0)
         if directory.served:
-            _note(directory, to)
+            _note(directory, to, _spent(directory, rounds))
             if to == 0:
                 (directory.path / files.COUNTS).unlink(missing_ok=True)
         directory.forget_results(to, read_toml(path / files.CONFIG).get("rounds_per_episode", 1))
@@ -47,8 +49,18 @@ def rollback(path: Path, to: int) -> int:
         directory.release()
 
 
-def _note(directory: RunDirectory, to: int) -> None:
-    """Sites must not repeat an answer to a round that is forgotten, nor go on from it."""
+def _spent(directory: RunDirectory, rounds: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """What the ledgers count at the end: sites have answered these rounds, and nothing takes that back."""
+    for round_ in reversed(rounds):
+        try:
+            return {k: own for k, own in ledgers(directory.read_checkpoint(round_)).items() if own}
+        except DataError:  # the one before it is the best that is known
+            continue
+    return {}
+
+
+def _note(directory: RunDirectory, to: int, spent: dict[str, dict[str, Any]]) -> None:
+    """Sites must not repeat an answer to a round that is forgotten, nor go on from it; what it spent stays counted."""
     path = directory.path / files.SERVED
     try:
         run_info = directory.served_run()
@@ -58,9 +70,12 @@ def _note(directory: RunDirectory, to: int) -> None:
         path.unlink()  # whoever begins again has another one
         return
     if isinstance(done := run_info.get(ROLLBACKS, []), list) and run_info:  # else it is a region's: see `seen`
+        before = [*run_info.get(SPENT, []), *([spent] if spent else [])]
         if to == 0:
             run_info = {"number": secrets.token_hex(8), "sites": []}  # what else there was is settled anew
-        write_sealed_json(path, run_info | {ROLLBACKS: [*done, to] if to else [to]})
+        write_sealed_json(
+            path, run_info | {ROLLBACKS: [*done, to] if to else [to]} | ({SPENT: before} if before else {})
+        )
 
 
 def unseen(rollbacks: Sequence[int], path: Path) -> int | None:

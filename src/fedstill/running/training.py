@@ -138,12 +138,14 @@ class FederatedTraining(ABC):
         config = self.setup.config
         began, server.round, server.notes = time.perf_counter(), round_, {}
         server.drawn, server.simulated = self._cohorts.drawn[region.number], not engine.remote
+        server.cohort = cohort
         method.begin(server)
         down = method.downlink(server)
         wire = method.wire(region.task)
         if problem := misfit(down, wire.down):
             raise FedstillError(f"what the server is about to send is not what {method.name} declares: {problem}")
         private = protects_clients(method)
+        by_chance = private and method.guarantee is not None and method.guarantee.sampling == "poisson"
         least = fewest_answers(config, method) if engine.remote else config.min_clients
         uplinks = Checked(
             cohort,
@@ -155,7 +157,7 @@ class FederatedTraining(ABC):
                 down,
             ),
             wire.up,
-            least=min(least, len(cohort)) if private else least,  # by chance, nobody may be drawn
+            least=min(least, len(cohort)) if by_chance else least,  # so that nobody may be drawn
             tick=self.client_done,
             names=self.setup.federation.names,
             # Whoever is left out because of others could tell of them: private updates are clipped instead. Masked ones
@@ -258,7 +260,19 @@ class FederatedTraining(ABC):
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
+        earlier = self.states()
         self.server.model, self.server.state = state["model"], state["state"]
         self.update_norms, self.client_states = state.get("norms", {}), state.get("client states", {})
         for number, own in state.get("regions", {}).items():
             self.regional[int(number)].model, self.regional[int(number)].state = own["model"], own["state"]
+        self.remember(earlier)
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """The state of every region's server, by its number."""
+        return {str(number): server.state for number, server in self.regional.items()}
+
+    def remember(self, earlier: Mapping[str, dict[str, Any]]) -> None:
+        """Count what was spent in rounds that the servers have gone back behind: clients have answered them."""
+        for region in self.setup.hierarchy.regions:
+            if region.method.guarantee and (server := self.regional[region.number]).state:
+                region.method.guarantee.remember(server, earlier.get(str(region.number), {}))

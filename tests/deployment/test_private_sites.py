@@ -199,7 +199,8 @@ def test_the_account_of_samples_is_that_of_opacus(tmp_path: Path) -> None:
     ready = wire.sites["north"]._ready
     assert ready is not None
     samples, local = len(ready[1].federation.train_index), ready[1].task.local
-    assert (noise, share) == (1.5, pytest.approx(min(1.0, local.batch_size / samples)))
+    assert noise == 1.5
+    assert share == pytest.approx(min(1.0, local.batch_size / samples))
     assert composed([Release(noise, share, int(steps))], 1e-5) == pytest.approx(
         sample_epsilon(samples, 2, local, 1.5, 1e-5), rel=0.02
     )

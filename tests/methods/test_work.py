@@ -116,6 +116,11 @@ def feddf(at: Size) -> Work:
     return local(at) + server_teachers(at, at.clients) + distillation(at, 2, 1)
 
 
+def votes(at: Size) -> Work:
+    """As many teachers as clients, one after the other; then five epochs over the pool by default."""
+    return local(at) + server_teachers(at, at.clients) + distillation(at, 5, at.pool_steps)
+
+
 def dafkd(at: Size) -> Work:
     """A step: own and generated samples, told apart by one layer more; then the generator's turn with two at least."""
     steps, generator = at.epochs * at.steps, calls(TransposedGenerator(SHAPE, 3))
@@ -238,6 +243,7 @@ MOST: dict[str, Callable[[Size], Work]] = {  # others do what FedAvg does: most 
     "f2l": lkd,
     "fedavg+fltrust": fltrust,
     "fedavg+dp-sgd": dp_sgd,
+    "fedavg+votes": votes,
 }
 
 

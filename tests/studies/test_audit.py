@@ -45,7 +45,7 @@ def found(result: Audit, attack: str) -> Any:
 
 def test_samples_that_were_learnt_by_heart_are_found(run: Path) -> None:
     result = fedstill.audit(run, data=federation(0), inversion_steps=0)
-    assert found(result, "loss").interval[0] > 0.55
+    assert found(result, "loss").interval[0] > 0.5  # with 95 % confidence better than a guess
     assert found(result, "loss against the sent model's").interval[0] > 0.5
     given = federation(0)
     train, test = given.dataset.train.y[given.train_index], given.test_split.y[given.test_index]

@@ -260,7 +260,7 @@ class MethodSettings(TypedDict, total=False):
     """fedgen: factor on both weights, and on the generator's rate, after each round."""
     delta: float
     """dp: how likely the promise may fail; 0: 0.1 / clients; dp-sgd: how likely the promise may fail; below 1 /
-    samples of a client."""
+    samples of a client; votes: how likely the promise may fail; 0: 0.1 / clients."""
     digest: Literal["joint", "first"]
     """fedmd: learn the consensus beside the private data, or before them."""
     distribution: Literal["gaussian", "dirichlet"]
@@ -341,7 +341,10 @@ class MethodSettings(TypedDict, total=False):
     """fedhkd: standard deviation of the noise that clients add to mean features."""
     noise_multiplier: float
     """dp: standard deviation of the noise on the sum, in clips; 0: found from target_epsilon, or 1; dp-sgd:
-    standard deviation of the noise on a step's sum, in clips."""
+    standard deviation of the noise on a step's sum, in clips; votes: standard deviation of the noise on the
+    sum, in clips; 0: found from target_epsilon, or 1."""
+    noise_shares: int
+    """dp: with secure_aggregation: clients whose noise together is the noise; 0: the server adds it."""
     nu: float
     """fedhyb: weight of the features on the server; geomed: smallest distance that is divided by."""
     penalty: float
@@ -353,6 +356,8 @@ class MethodSettings(TypedDict, total=False):
     """dafkd: clients send weighted predictions, not their discriminators, which these still give away."""
     q: float
     """qffl: how much a larger loss counts; 0: uniform average."""
+    queries: int
+    """votes: proxy samples that are voted on in a round; fewer have less noise."""
     reduce: Literal["max", "mean", "l2"]
     """f2l: how the classes' disagreements become one number."""
     regulariser: Literal["kl", "mse"]
@@ -371,18 +376,20 @@ class MethodSettings(TypedDict, total=False):
     samples: int
     """fedbe: models drawn; 0 with clients_teach is plain ensemble distillation."""
     sampling: Literal["poisson", "fixed"]
-    """dp: each client is drawn by chance, or a fixed number of them (needs more noise)."""
+    """dp: each client is drawn by chance, or a fixed number of them (needs more noise); votes: each client is
+    drawn by chance, or a fixed number of them (needs more noise)."""
     scales: str
     """dp: length of parts beside an update of norm 1, as in 'logits=10 known=3'."""
     server_batch: int
     """fedtgp: batch size of their training; feddf: batch size of the distillation; dafkd: B: samples in each, and
     the batch size of the distillation; fedhyb: batch size of the distillation; fedftg: generated samples a
     step; fedbe: batch size of the distillation; lkd: batch size of the distillation; mtkd: batch size of the
-    distillation; f2l: batch size of the distillation."""
+    distillation; f2l: batch size of the distillation; votes: batch size of it."""
     server_epochs: int
     """fedtgp: epochs over the clients' prototypes a round; dafkd: epochs of the distillation; fedhyb: epochs over
     the server's samples a round; fedbe: epochs over the proxy data a round; lkd: epochs of the distillation;
-    mtkd: epochs of the distillation; f2l: epochs of the distillation."""
+    mtkd: epochs of the distillation; f2l: epochs of the distillation; votes: passes over them that the model
+    learns."""
     server_frac: float
     """lkd: share of the server's pool that is used; mtkd: share of the server's pool that is used; f2l: share of
     the server's pool that is used."""
@@ -391,7 +398,7 @@ class MethodSettings(TypedDict, total=False):
     feddf: learning rate (Adam, falling along a cosine); dafkd: learning rate of the distillation (Adam);
     fedhyb: learning rate of the distillation (Adam); fedftg: learning rate of the student (SGD); fedbe:
     learning rate (SGD, momentum 0.9); lkd: learning rate of the distillation (Adam); mtkd: learning rate of the
-    distillation (Adam); f2l: learning rate of the distillation (Adam)."""
+    distillation (Adam); f2l: learning rate of the distillation (Adam); votes: learning rate of it (Adam)."""
     server_steps: int
     """feddf: distillation steps a round."""
     share: float
@@ -414,7 +421,7 @@ class MethodSettings(TypedDict, total=False):
     """fedkf: teach and return the all-clients average; False is FedKF-."""
     target_epsilon: float
     """dp: most that may be spent; the run ends before it would be more; dp-sgd: most that any client may spend;
-    the run ends before; 0: no end."""
+    the run ends before; 0: no end; votes: most that may be spent; the run ends before it would be more."""
     tau: float
     """moon: temperature of the contrast; fedtgp: largest margin; centered-clip: radius around the centre; 0: the
     median of the clients' distances from it."""

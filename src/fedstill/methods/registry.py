@@ -61,6 +61,7 @@ _MODIFIERS = {
     "ccvr": "ccvr:CCVR",
     "dp": "dp:DP",
     "dp-sgd": "dp_sgd:DPSGD",
+    "votes": "votes:Votes",
     "compress": "compress:Compress",
     "median": "robust:Median",
     "trimmed-mean": "robust:TrimmedMean",

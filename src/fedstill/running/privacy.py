@@ -9,12 +9,13 @@ from fedstill.building.topology import Hierarchy
 from fedstill.methods.base import Method, Server
 from fedstill.methods.dp import DP
 from fedstill.methods.dp_sgd import DPSGD
+from fedstill.methods.votes import Votes
 
 # Of a record: measured on clients' own samples, exactly. A simulation may; clients elsewhere are not asked for it.
 _NOT_COVERED = ("amp", "fm", "wlp", "validation", "metrics", "clients", "names of those left out", "column statistics")
 _NOT_SENT = ("train_loss", "local_accuracy")
 SPENT = "spent"  # in run.json: the ledgers as they were when the run went back, one after the other
-_LEDGERS = (*DP.server_keys, *DPSGD.server_keys)
+_LEDGERS = (*DP.server_keys, *Votes.server_keys, *DPSGD.server_keys)
 
 
 def ledgers(checkpoint: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -35,7 +35,9 @@ def measure(sites: int, size: int, gone: int) -> dict[str, float]:
         received = {other: shared[other][0][k] for other in names if other != k}
         masked[k], seconds = timed(lambda k=k, r=received: everyone[k].mask(r, fixed_point.to_integers(update)))
         masking += seconds
-    revealed, revealing = timed(lambda: {k: everyone[k].reveal(there, names[:gone]) for k in there})
+    proofs, confirming = timed(lambda: {k: everyone[k].confirm(there, names[:gone]) for k in there})
+    given = {k: {other: proofs[other][k] for other in there if other != k} for k in there}
+    revealed, revealing = timed(lambda: {k: everyone[k].reveal(given[k]) for k in there})
     digests = {k: digest for k, (_, digest) in shared.items()}
     total, unmasking = timed(
         lambda: unmask(
@@ -45,9 +47,9 @@ def measure(sites: int, size: int, gone: int) -> dict[str, float]:
     assert torch.equal(total, len(there) * fixed_point.to_integers(update))
     _, plain = timed(lambda: torch.stack([update] * len(there)).double().mean(0))
     small = sum(map(len, shared[there[-1]][0].values())) + sum(map(len, revealed[there[-1]].values()))
-    small += sum(map(len, keys[there[-1]]))
+    small += sum(map(len, keys[there[-1]])) + sum(map(len, proofs[there[-1]].values()))
     return {
-        "site": (made + sharing) / sites + masking / len(there) + revealing / len(there),
+        "site": (made + sharing) / sites + (masking + confirming + revealing) / len(there),
         "server": unmasking,
         "plain server": plain,
         "bytes": 8 * size + small,

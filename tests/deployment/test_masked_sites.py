@@ -62,12 +62,12 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, Tensor]]:
     found: list[dict[int, Tensor]] = []
     masked, rounds = SiteMasks.masked, dict[str, int]()
 
-    def spy(self: SiteMasks, masking: Any, message: Any, declared: Any, run: Any, fewest: int) -> Any:
+    def spy(self: SiteMasks, masking: Any, message: Any, declared: Any, run: Any, *more: Any) -> Any:
         place = rounds.setdefault(masking["session"], len(rounds))
         if place == len(found):
             found.append({})
         found[place][run["client"]] = message["model"].clone()
-        return masked(self, masking, message, declared, run, fewest)
+        return masked(self, masking, message, declared, run, *more)
 
     monkeypatch.setattr(SiteMasks, "masked", spy)
     return found
@@ -157,6 +157,36 @@ def test_a_server_that_names_a_site_as_gone_to_some_learns_nothing_of_it(tmp_pat
         served(wire, tmp_path / "served", **SHORT)
     assert [name for name, kind, _ in wire.received if kind == "MaskConfirm"] == ["west", "south", "north"]
     assert "MaskReveal" not in [kind for _, kind, _ in wire.received]
+
+
+@pytest.mark.parametrize("changed", ["model", "settings"])
+def test_a_server_that_gives_one_site_another_model_learns_nothing_of_its_update(changed: str, tmp_path: Path) -> None:
+    """With a model from which the others learn nothing, the sum would be this site's update alone.
+
+    Two of three confirm each other, and reveal what they have: their masks and the third's still do not cancel, also
+    for a server that takes no notice.
+    """
+    wire = Tapped(tmp_path / "sites")
+    about: list[str] = []
+
+    def answer(name: str, request: Tree) -> Any:
+        if (request["request"] or {}).get("kind") == "Train" and name != "west":
+            if changed == "model":
+                request["down"] = {"model": torch.zeros_like(request["down"]["model"])}
+            else:
+                request["run"]["config"] = request["run"]["config"].replace("lr = 0.1", "lr = 1e-9")
+                assert "lr = 1e-9" in request["run"]["config"]
+        found = Tapped.answer(wire, name, request)
+        if isinstance(found, dict) and "about" in found:
+            about.append(found["about"])
+            found["about"] = about[0]
+        return found
+
+    wire.answer = answer  # type: ignore[method-assign]
+    with pytest.raises(FedstillError, match="cannot be a sum of updates"):
+        served(wire, tmp_path / "served", **SHORT | {"lr": 0.1})
+    assert len(set(about)) == 2
+    assert "MaskReveal" in [kind for _, kind, _ in wire.received]
 
 
 def with_keys(folder: Path, wire: Tapped, policy: Policy, *strangers: str) -> Tapped:

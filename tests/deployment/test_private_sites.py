@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedstill.building.config import resolve
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import read_sealed_json
 from fedstill.core.reports import Refusal, report, step_of
@@ -23,7 +25,7 @@ from fedstill.privacy.accounting import Plan, Release, composed, epsilon
 from fedstill.running.directory import RunDirectory
 from fedstill.running.rollback import rollback
 from support import regions
-from support.sites import NAMES, POLICY, Silence, Wire, served, weights
+from support.sites import NAMES, POLICY, SETTINGS, Silence, Wire, served, weights
 
 pytest.importorskip("dp_accounting")
 
@@ -189,6 +191,39 @@ def test_a_site_with_a_limit_refuses_what_hides_nothing_from_its_server(method: 
     with pytest.raises(FedstillError):
         served(wire, tmp_path / "served", method, rounds=1, **PRIVATE if method == "fedavg+dp" else {})
     assert "hides nothing from its server" in wire.refusals[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("feddistill-plus+dp-sgd", {}),  # which sends logits as they are
+        ("fedavg+dp-sgd+ccvr", {}),  # which collects statistics after the last round
+        ("fedavg+dp-sgd", {"model": "resnet8", "model_options": {"norm": "batch"}}),  # which mixes samples
+    ],
+)
+def test_a_site_with_a_limit_checks_for_itself_what_its_server_should_have_refused(
+    method: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("opacus")
+    policy = replace(POLICY, max_epsilon=5.0, allow=("feddistill-plus", "ccvr"))
+    wire = Watched(tmp_path / "sites", policy)
+    plain = {"secure_aggregation": False, "image_size": 16} | SAMPLES | settings
+    seen: list[str] = []
+
+    def lies(name: str, request: Tree) -> bool:
+        told = resolve(SETTINGS | plain | {"method": method, "clients": 3})
+        request["run"]["config"] = told.model_copy(update={"data_dir": ""}).toml()
+        try:
+            wire.sites[name].handle(request)
+        except (Refusal, FedstillError) as error:
+            seen.append(str(error))
+        return True
+
+    wire.changed = lies
+    with pytest.raises(FedstillError):
+        served(wire, tmp_path / "served", "fedavg", rounds=1, **SHORT | {"image_size": 16, "model": plain["model"]})
+    assert seen
+    assert all(re.search("dp-sgd|nothing after it", problem) for problem in seen), seen
 
 
 def test_the_account_of_samples_is_that_of_opacus(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from fedstill.core.files import read_sealed_json, write_sealed_json
 from fedstill.core.reports import Code, Refusal
 from fedstill.deployment.policy import Policy
 from fedstill.methods.base import Method
+from fedstill.methods.dp import PrivateClients
+from fedstill.methods.dp_sgd import DPSGD
 from fedstill.privacy.accounting import Release, composed
-from fedstill.train.task import LocalTraining
+from fedstill.train.task import LocalTraining, Task
 
 
 class PrivacyLedger:
@@ -18,14 +20,19 @@ class PrivacyLedger:
     def __init__(self, path: Path, policy: Policy) -> None:
         self._path, self._policy = path, policy
 
-    def check(self, name: str, method: Method) -> None:
-        """Refuse, where there is a limit, a method that hides nothing from its server."""
-        if self._policy.max_epsilon and _release(method, 1, LocalTraining()) is None:
+    def check(self, name: str, task: Task, method: Method) -> None:
+        """Refuse, where there is a limit, a method that hides nothing from its server, or not all."""
+        if not self._policy.max_epsilon:
+            return
+        # What is composed after it could send something else: a server may name what it would refuse itself.
+        guarantee = method.guarantee if isinstance(method, PrivateClients | DPSGD) else None
+        if guarantee is None or guarantee.release(1, task.local) is None:
             raise Refusal(
                 Code.NOT_ALLOWED,
                 f"this site's policy has max_epsilon, and {name} hides nothing from its server: that takes +dp-sgd, or "
-                "+dp with noise_shares and secure_aggregation",
+                "+dp with noise_shares and secure_aggregation, and nothing after it",
             )
+        guarantee.check_private(task)
 
     def spend(self, method: Method, samples: int, local: LocalTraining) -> None:
         """Count a round of training on so many samples; refuse it if it would spend more than the policy allows."""

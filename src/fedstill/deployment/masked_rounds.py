@@ -37,6 +37,7 @@ class MaskedRound:
         self._least = max(2, least)
         self._session = secrets.token_hex(16)
         self._failures: dict[int, str] = {}
+        self._about = ""  # what the updates were made from, as the sites say
         self._signatures: dict[int, list[str]] = {}  # on the keys, for sites that know each other
 
     def run(self, requests: Sequence[Train]) -> list[Tree]:
@@ -165,6 +166,7 @@ class MaskedRound:
             around=around,
             digests=digests,
             revealed=revealed,
+            about=self._about,
         )
 
     def _proofs(
@@ -173,10 +175,15 @@ class MaskedRound:
         """Step 4: what each confirms to each of the others, that all were given the same list."""
         body = {"kind": MASK_CONFIRM, "session": self._session, "answered": list(answered), "gone": list(gone)}
         found: dict[int, dict[int, str]] = {}
+        abouts = set()
         for client, answer in self._asked(dict.fromkeys(answered, body), MASK_CONFIRM, least, drops=False):
-            given = _by_client(answer.get("proofs"))
-            if given is not None and set(given) == set(around[client]) & set(answered) - {client}:
+            given, about = _by_client(answer.get("proofs")), answer.get("about")
+            if given is not None and set(given) == set(around[client]) & set(answered) - {client} and _is_text(about):
                 found[client] = given
+                abouts.add(str(about))
+        if len(abouts) > 1:
+            raise MaskError("sites were not all sent the same model and settings, so that their masks do not cancel")
+        self._about = next(iter(abouts), "")
         return found
 
     def _asked(

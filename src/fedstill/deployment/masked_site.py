@@ -6,10 +6,13 @@ server could learn one site's update.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from fedstill.core import tree
 from fedstill.core.files import home_path
 from fedstill.core.reports import Code, Refusal
 from fedstill.core.tree import Message, Tree
@@ -23,6 +26,7 @@ from fedstill.privacy.signatures import Signer, check_signed, read_known
 
 _MOST = 1000  # other sites in one request
 _MOST_IN_SUM = fixed_point.MOST
+_OWN = ("client", "checkpoint")  # of the run info: what differs from site to site, or while a round goes on
 _LONGEST = 4096  # characters of a key, or of shares
 
 
@@ -39,6 +43,7 @@ class SiteMasks:
         self._known = read_known(home_path(policy.known_sites)) if policy.known_sites else None
         self._current: tuple[str, Participant] | None = None  # with the run that it belongs to
         self._least = policy.min_sites  # updates in a sum
+        self._about = ""  # what the update was made from
 
     def handle(self, body: Mapping[str, Any], run: RunInfo, fewest: int = 1) -> Tree:
         """The answer to a request for public keys, for shares, or for what takes the masks off a sum.
@@ -59,9 +64,10 @@ class SiteMasks:
                 return {"shares": _named(shares), "digest": digest}
             if body["kind"] == MASK_CONFIRM:
                 answered, gone = _clients(body["answered"]), _clients(body["gone"])
-                return {"proofs": _named(participant.confirm(answered, gone, least=self._least))}
-            proofs = {client: _text(proof) for client, proof in _by_client(body["proofs"]).items()}
-            return {"shares": _named(participant.reveal(proofs))}
+                proofs = participant.confirm(answered, gone, least=self._least)
+                return {"proofs": _named(proofs), "about": self._about}
+            received = {client: _text(proof) for client, proof in _by_client(body["proofs"]).items()}
+            return {"shares": _named(participant.reveal(received))}
 
     def _want(self, fewest: int) -> None:
         """Of one sum, what was wanted once stays wanted: a server sends the run's settings with every request."""
@@ -75,16 +81,17 @@ class SiteMasks:
         return {"keys": list(keys), "signature": list(signed)}
 
     def masked(
-        self, masking: Any, message: Message, declared: Mapping[str, Part], run: RunInfo, fewest: int = 1
+        self, masking: Any, message: Message, declared: Mapping[str, Part], run: RunInfo, about: str, fewest: int = 1
     ) -> Message:
-        """What a client is to send in its message's place."""
+        """What a client is to send in its message's place; `about`: what it was made from."""
         self._want(fewest)
+        self._about = about
         if problem := fault(message, dict(declared)):
             raise Refusal(Code.ANSWER_UNDECLARED, f"the update cannot be in a sum: {problem}")
         with _refusing():
             participant = self._participant(masking["session"], run)
             received = {client: _text(text) for client, text in _by_client(masking["shares"]).items()}
-            return {MASKED: participant.mask(received, to_integers(message, declared), least=self._least)}
+            return {MASKED: participant.mask(received, to_integers(message, declared), least=self._least, about=about)}
 
     def check(self, masking: Any, run: RunInfo) -> None:
         """Refuse, before any work, to train for a server that has not begun with the keys."""
@@ -95,6 +102,16 @@ class SiteMasks:
         if self._current is None or self._current[0] != run["number"] or self._current[1].session != session:
             raise MaskError("no such sum is under way here; the site may have been started again since")
         return self._current[1]
+
+
+def digest_of(run: RunInfo, round_: int, region: int, down: Message) -> str:
+    """What all sites of a sum must have been sent alike: the run's settings, the round, and the model."""
+    alike = {name: value for name, value in run.items() if name not in _OWN}
+    found = hashlib.sha256(json.dumps([alike, round_, region], sort_keys=True).encode())
+    for name, tensor in sorted(down.items()):
+        kind = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+        found.update(hashlib.sha256(kind.encode()).digest() + hashlib.sha256(tree.encode({"": tensor})).digest())
+    return found.hexdigest()
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, STATE, AuditLog, answer_entry, request_kind
 from fedstill.deployment.delivery import is_finish, keep_model
 from fedstill.deployment.ledger import PrivacyLedger
-from fedstill.deployment.masked_site import SiteMasks, is_masking
+from fedstill.deployment.masked_site import SiteMasks, digest_of, is_masking
 from fedstill.deployment.policy import Consent, Policy, Usage
 from fedstill.deployment.protocol import (
     BALANCED,
@@ -245,8 +245,9 @@ class Site:
             policies.check_message(answer["message"], declared, self._policy.deny)
         if config.secure_aggregation:
             with during(Step.MASK):
+                about = digest_of(run, request.round, getattr(request, "region", 0), down)
                 fewest = method.fewest_clients
-                answer["message"] = self._masks.masked(masking, answer["message"], declared, run, fewest)
+                answer["message"] = self._masks.masked(masking, answer["message"], declared, run, about, fewest)
         if newest := worker.store.newest(request.client, request.round + 1):
             answer["state"] = newest
         worker.store.prune([run["client"]], needed=run["checkpoint"])
@@ -338,7 +339,7 @@ class Site:
                 task = task.trained_as(replace(task.local, steps_per_epoch=steps[0], class_weight=weights))
         with during(Step.CONSENT):
             for name, inside in regional or [(config.method, (task, method))]:
-                self._ledger.check(name, inside[1])
+                self._ledger.check(name, *inside)
             if config.class_weight == BALANCED and self._policy.max_epsilon:
                 raise Refusal(Code.NOT_ALLOWED, "this site's policy has max_epsilon: it does not count its classes")
             if config.class_weight == BALANCED:

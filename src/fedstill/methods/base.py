@@ -218,6 +218,9 @@ class Guarantee(Protocol):
     def affords(self, server: Server, rounds: int) -> bool:
         """Whether so many further rounds stay within the budget."""
 
+    def check_private(self, task: Task) -> None:
+        """Refuse, with a SettingError, what would make the promise untrue."""
+
     def release(self, samples: int, local: LocalTraining) -> Release | None:
         """What a client that trains for a round on so many samples tells the server; None: nothing hides it there."""
 

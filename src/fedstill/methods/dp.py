@@ -64,6 +64,14 @@ class PrivateClients(Modifier):
     def guarantee(self) -> Guarantee:
         return self
 
+    def check(self, task: Task) -> None:
+        super().check(task)
+        self.check_private(task)
+
+    def check_private(self, task: Task) -> None:
+        """Refuse what would make the promise untrue."""
+        raise NotImplementedError
+
     @property
     def ledger_key(self) -> str:
         """Where in `server.state` the rounds are."""
@@ -153,8 +161,7 @@ class DP(PrivateClients):
     def fewest_clients(self) -> int:
         return max(super().fewest_clients, self.noise_shares)
 
-    def check(self, task: Task) -> None:
-        super().check(task)
+    def check_private(self, task: Task) -> None:
         if reason := self.inner.beyond_sums:
             raise SettingError(f"dp gives the server the noisy sum of the updates alone, and {reason}; leave one out")
         if not self.inner.global_model:

@@ -46,6 +46,9 @@ class DPSGD(Modifier):
 
     def check(self, task: Task) -> None:
         super().check(task)
+        self.check_private(task)
+
+    def check_private(self, task: Task) -> None:
         opacus("grad_sample")
         if reason := self.inner.beyond_steps:
             raise SettingError(f"dp-sgd makes the steps of training private, and {reason}; leave one out")

@@ -51,8 +51,7 @@ class Votes(PrivateClients):
     def beyond_sums(self) -> str:
         return "votes asks every client's own model"
 
-    def check(self, task: Task) -> None:
-        super().check(task)
+    def check_private(self, task: Task) -> None:
         if task.proxy is None:
             raise SettingError("votes needs proxy data on the server: set proxy to a dataset, or proxy=pool")
         inner = "+".join(part.name for part in self.inner.parts())

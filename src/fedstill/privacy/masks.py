@@ -10,6 +10,10 @@ of who answered and who did not. 5. If enough of them were given the same one, t
 their shares of its seed, and those of whoever did not, of its private key: so the server takes off the masks that are
 left in the sum.
 
+The masks of two clients also depend on what their vectors were made from, such as the model: if that differs, they do
+not cancel. A server that gives others a model from which they learn nothing would else find one client's update in the
+sum (Pasquini et al. 2022).
+
 Keys, encryption and shares are Flower's. Masks are not: its generator starts from 32 bits, which a server could try
 out one by one; here they are the key stream of AES-256 in counter mode.
 """
@@ -118,8 +122,11 @@ class Participant:
             sent[holder] = lib.encrypt(self._secret(0, holder), plain).decode()
         return sent, _digest(self._seed)
 
-    def mask(self, received: Mapping[int, str], vector: Tensor, *, least: int = 2) -> Tensor:
-        """Step 3: the vector of integers under masks; `received` are the encrypted shares of those who are there."""
+    def mask(self, received: Mapping[int, str], vector: Tensor, *, least: int = 2, about: str = "") -> Tensor:
+        """Step 3: the vector of integers under masks; `received` are the encrypted shares of those who are there.
+
+        `about`: what the vector was made from; only vectors made from the same add up.
+        """
         if not self._keys or self._masked or not set(received) <= set(self._keys) - {self.client}:
             raise MaskError("the shares of the others came at the wrong time, or are of somebody else")
         if len(received) + 1 < max(least, threshold(len(self._keys))):
@@ -137,7 +144,7 @@ class Participant:
         words = vector.cpu().numpy().view(np.uint64).copy()
         words += _stream(self._seed, self.session, len(words))
         for other in received:
-            _add(words, self._secret(1, other), self.session, plus=self.client < other)
+            _add(words, self._secret(1, other), f"{self.session} {about}", plus=self.client < other)
         return torch.from_numpy(words.view(np.int64))
 
     def confirm(self, answered: Sequence[int], gone: Sequence[int], *, least: int = 2) -> dict[int, str]:
@@ -196,6 +203,7 @@ def unmask(
     around: Mapping[int, Sequence[int]],
     digests: Mapping[int, str],
     revealed: Mapping[int, Mapping[int, str]],
+    about: str = "",
 ) -> Tensor:
     """The sum of the masked vectors of those who answered, without its masks.
 
@@ -216,7 +224,7 @@ def unmask(
         if _public(private) != keys[client][1]:
             raise MaskError(f"the shares of client {client}'s key do not fit together")
         for other in set(around[client]) & set(answered):
-            _add(total, _secret(private, keys[other][1]), session, plus=client < other)
+            _add(total, _secret(private, keys[other][1]), f"{session} {about}", plus=client < other)
     return torch.from_numpy(total.view(np.int64))
 
 

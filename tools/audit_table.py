@@ -3,7 +3,8 @@
     python tools/audit_table.py --out runs/audit --data-dir DIR      # runs, and attacks them; again: goes on
     python tools/audit_table.py --out runs/audit --table             # the table of what is there
 
-200 clients with 48 training samples each, which is few enough to be learnt by heart.
+200 clients with 48 training samples each, which is few enough to be learnt by heart. FedDistill and FedProto are not in
+it: their servers send no model, and nothing here attacks logits or prototypes without one.
 """
 
 from __future__ import annotations
@@ -43,10 +44,9 @@ RUNS: dict[str, dict[str, Any]] = {
         "hyper": {"noise_multiplier": 3.3, "noise_shares": 40, "clip": 0.7},
     },
     "fedavg+dp-sgd": {"hyper": {"noise_multiplier": 1.0, "clip": 1.0, "delta": 1e-3}},
-    "feddistill": {},
     "feddistill-plus": {},
     "feddistill-plus+dp": {"hyper": PRIVATE | {"scales": "logits=10 known=3"}},
-    "fedproto": {},
+    "fedhkd": {},
     "dafkd": {"proxy": "pool", "pool": 0.05, "participation": 0.05},
 }
 

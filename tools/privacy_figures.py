@@ -28,6 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedavg+t1": {},  # refused with dp, for that reason
 }
 NOT_PRIVATE = ("fedavg+t1",)
+LABELS = {"fedavg": "FedAvg", "fedgkd": "FedGKD", "fedkf": "FedKF-", "fedavg+t1": "FedAvg + T1 (not private)"}
 EPSILONS = (1.0, 2.0, 4.0, 8.0, 0.0)  # 0: not private
 CLIENTS, LAST = 1000, 3
 COMMON: dict[str, Any] = {
@@ -134,12 +135,12 @@ def table(out: Path, data: str) -> None:
         print(f"| {f'{epsilon:g}' if epsilon else 'not private'} | " + " | ".join(cells) + " |")
     for method, points in shown.items():
         private = [point for point in points if np.isfinite(point[0])]
-        if len(private) < 2:  # no line yet
-            continue
-        places, heights, spreads = zip(*private, strict=True)
-        line = axes.errorbar(places, heights, spreads, label=method, marker="o", ms=4, lw=1.4, capsize=2)
+        label, color = LABELS.get(method, method), f"C{list(shown).index(method)}"
+        if private:
+            places, heights, spreads = zip(*private, strict=True)
+            axes.errorbar(places, heights, spreads, label=label, color=color, marker="o", ms=4, lw=1.4, capsize=2)
         for _, height, _ in (point for point in points if not np.isfinite(point[0])):
-            axes.axhline(height, color=line[0].get_color(), lw=0.8, ls=":")
+            axes.axhline(height, color=color, lw=0.9, ls=":", label=None if private else label)
     axes.set(xscale="log", xlabel=f"epsilon of a client (delta {0.1 / CLIENTS:g})", ylabel="test accuracy, %")
     axes.set_xticks(EPSILONS[:-1], [f"{e:g}" for e in EPSILONS[:-1]])
     axes.minorticks_off()

@@ -189,7 +189,7 @@ def test_the_noise_of_the_count_is_accounted(z: float, expected: int) -> None:
 
 REFUSED = {
     *("fedkf", "qffl", "fedmgda-plus", "fednova", "fedhkd", "feddistill", "fedavg+t1", "fedavg+ccvr", "fedavg+dp-sgd"),
-    *("fedavg+compress", "local", "fedproto", "fedtgp", "fml", "fedkd", "lg-fedavg"),
+    *("fedavg+compress", "fedavg+votes", "local", "fedproto", "fedtgp", "fml", "fedkd", "lg-fedavg"),
     *("feddf", "dafkd", "fedhyb", "fedgen", "fedftg", "fedbe", "creff", "lkd", "mtkd", "f2l"),
     *(f"fedavg+{name}" for name in registry.modifiers() if registry.find_part(name).rule),  # type: ignore[attr-defined]
 }

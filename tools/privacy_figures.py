@@ -138,7 +138,8 @@ def table(out: Path, data: str) -> None:
         label, color = LABELS.get(method, method), f"C{list(shown).index(method)}"
         if private:
             places, heights, spreads = zip(*private, strict=True)
-            axes.errorbar(places, heights, spreads, label=label, color=color, marker="o", ms=4, lw=1.4, capsize=2)
+            lines = "-" if len(private) == len(EPSILONS) - 1 else ""  # none over what was not measured
+            axes.errorbar(places, heights, spreads, label=label, color=color, marker="o", ms=4, ls=lines, capsize=2)
         for _, height, _ in (point for point in points if not np.isfinite(point[0])):
             axes.axhline(height, color=color, lw=0.9, ls=":", label=None if private else label)
     axes.set(xscale="log", xlabel=f"epsilon of a client (delta {0.1 / CLIENTS:g})", ylabel="test accuracy, %")

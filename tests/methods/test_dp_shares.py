@@ -26,7 +26,7 @@ from support.wiretap import client_of, setup_of
 
 pytest.importorskip("dp_accounting")
 
-LITTLE = 1e-9
+LITTLE = 2e-5
 QUICK: dict[str, Any] = SMALL | {
     "model": "mlp",
     "model_options": {"hidden": [8]},
@@ -64,8 +64,8 @@ def test_a_client_clips_all_that_it_sends_together() -> None:
     start = given.down["model"].double().numpy()
     joint = np.concatenate([plain["model"].double().numpy() - start, plain["c_change"].double().numpy() / 7])
     joint *= 0.5 / np.linalg.norm(joint)
-    np.testing.assert_allclose(sent["model"].numpy() - start, joint[: len(start)], atol=1e-7)
-    np.testing.assert_allclose(sent["c_change"].numpy(), 7 * joint[len(start) :], atol=1e-6)
+    np.testing.assert_allclose(sent["model"].numpy() - start, joint[: len(start)], atol=1e-4)
+    np.testing.assert_allclose(sent["c_change"].numpy(), 7 * joint[len(start) :], atol=5e-4)
 
 
 @pytest.mark.parametrize("shares", [1, 4])
@@ -125,6 +125,15 @@ def test_rounding_is_nothing_beside_the_noise() -> None:
         method.check(setup.task)
         drawn = torch.randn(10_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * clip
         assert to_integers({"a": drawn}, {"a": None}).unique().numel() > 3000  # type: ignore[dict-item]
+
+
+def test_a_client_refuses_a_model_at_which_its_noise_would_be_cut_off() -> None:
+    given = client()
+    given.down = {"model": given.down["model"] + 2.0**17}
+    with pytest.raises(fedstill.SettingError, match="sums cut noise off"):
+        DP(noise_multiplier=1.0, noise_shares=2, inner=FedAvg()).uplink(given)
+    with pytest.raises(fedstill.SettingError, match="the room of masked sums"):
+        DP(noise_multiplier=0.01, noise_shares=2, clip=1e5, inner=FedAvg()).uplink(client())
 
 
 @pytest.mark.parametrize(

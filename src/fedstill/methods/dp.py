@@ -42,6 +42,7 @@ _CLIP_RATE = 0.2  # of the steps of the clip (Andrew et al.)
 # Of one client's noise under masks, whose sums are whole multiples of 2^-30 up to 2^17: so many steps of that grid that
 # rounding is nothing beside it, and so little that it is not cut off.
 _FINEST, _COARSEST = 2.0**-18, 2.0**12
+_LARGEST = 2.0**15  # of weights and clips under masks: noise on top is not cut off either, whatever a server sends
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,10 @@ class DP(PrivateClients):
             raise SettingError("noise_shares: clients cannot clip how far a model moved that they were not sent")
         for name, part in up.items():
             noise = self.noise_multiplier * self.clip * self._scale(name, part) / math.sqrt(self.noise_shares)
+            if self.clip * self._scale(name, part) > _LARGEST:
+                raise SettingError(
+                    f"noise_shares: clip x scale of {name!r} is above {_LARGEST:g}, the room of masked sums"
+                )
             if noise and not _FINEST <= noise <= _COARSEST:
                 raise SettingError(
                     f"noise_shares: each client's noise on {name!r} is {noise:.3g}, and the sums of secure_aggregation "
@@ -235,7 +240,10 @@ class DP(PrivateClients):
         if not self.noise_multiplier:
             raise SettingError("noise_shares: a client has to know the noise: give noise_multiplier")
         parts, trained = self.inner.wire(client.task).up, client.task.trainable
+        self._check_shares(client.task, parts)
         start = client.down["model"].double() if "model" in parts else torch.zeros(0)
+        if start.numel() and float(start.abs().max()) > _LARGEST:
+            raise SettingError(f"noise_shares: the model has weights above {_LARGEST:g}, where sums cut noise off")
         moved = {name: message[name].double() for name in parts}
         if "model" in moved:
             moved["model"] = moved["model"][:trained] - start[:trained]

@@ -50,7 +50,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedstill.flower import messages
 from fedstill.flower.records import MOST_TEXT
-from fedstill.flower.superlink import KEYS_PATH, MOST_OBJECTS, OVERHEAD, SECRET_HEADER
+from fedstill.flower.superlink import ANSWERED_PATH, HOLD, KEYS_PATH, MOST_OBJECTS, OVERHEAD, SECRET_HEADER
 from fedstill.flower.versions import TESTED, Used
 
 USED: Used = {
@@ -116,10 +116,26 @@ class Address:
                 if key not in registered:
                     control.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
 
+    def answered(self) -> Iterator[list[str]]:
+        """The messages that have been answered, as their answers come; often none. Ends with an httpx.HTTPError."""
+        after = 0
+        with self._http(seconds=HOLD + 10) as client:
+            while True:
+                response = client.post(ANSWERED_PATH, json=after).raise_for_status()
+                found = response.json()
+                after = found["after"]
+                yield found["answered"]
+
     def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
+        with self._http(seconds=5) as client:
+            return client.request(method, path, **content)
+
+    def _http(self, seconds: float) -> httpx.Client:
         scheme = "http" if self.tls is None else "https"
-        with httpx.Client(verify=self.tls or True, timeout=5, headers={SECRET_HEADER: self.secret}) as client:
-            return client.request(method, f"{scheme}://{self.place}{path}", **content)
+        headers = {SECRET_HEADER: self.secret}
+        return httpx.Client(
+            base_url=f"{scheme}://{self.place}", verify=self.tls or True, timeout=seconds, headers=headers
+        )
 
 
 @dataclass(frozen=True)
@@ -154,6 +170,7 @@ class FlowerRun:
         given = self._client.PullTaskInput(PullTaskInputRequest())
         self._speaker = given.task_id, run, given.context.node_id
         self._id, self._node = run, NodeProto(node_id=SUPERLINK_NODE_ID)
+        self._begun: dict[str, Any] = {}  # answers that are being read, which the SuperLink names only once
 
     @staticmethod
     def _start(address: Address) -> int:
@@ -186,7 +203,9 @@ class FlowerRun:
         As `Grid.pull_messages`, which however waits without limit for an upload that was announced, and holds
         everything in memory before its size can be known.
         """
-        found = self._client.PullMessages(PullAppMessagesRequest(message_ids=[message]))
+        found = self._begun.pop(message, None) or self._client.PullMessages(
+            PullAppMessagesRequest(message_ids=[message])
+        )
         if not found.messages_list:
             return None
         answer = found.messages_list[0].metadata.message_id
@@ -214,6 +233,9 @@ class FlowerRun:
             contents = messages.pull_contents(objects, counted, max_time=seconds, max_tries_per_object=None)
         except ValueError:
             confirm()  # else it would stay there
+            raise
+        except httpx.HTTPError:
+            self._begun[message] = found
             raise
         except ObjectPullError:
             if time.monotonic() >= until or found.messages_list[0].HasField("error"):

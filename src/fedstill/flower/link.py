@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -228,13 +229,10 @@ class FlowerLink:
                 anew = sent is None or sent.run is not run or sent.node != node
                 if node is not None and anew:
                     sent, looked = self._send(run, {site: node}, {site: request}, batch).get(site), time.monotonic()
-                there = sent is not None and self._bell(sent).is_set()
                 overdue = not self._hears or node is None or time.monotonic() - looked > _ANYWAY
-                if sent is not None and sent.run is run and (there or overdue):
+                if sent is not None and sent.run is run and (overdue or self._bell(sent).is_set()):
                     looked = time.monotonic()
-                    self._bell(sent).clear()
-                    with self._readers if there else nullcontext():  # else it may have to be waited for
-                        answer = sent.run.pull(sent.message, most_bytes=self._most_bytes, seconds=batch.left())
+                    answer = self._pull(site, sent, batch)
                     if answer is not None and answer.has_error() and answer.error.code in private.RESEND:
                         _log.info("%s: %s; sending it again", site, cleaned(answer.error.reason))
                         sent, wait = None, _AGAIN
@@ -246,12 +244,36 @@ class FlowerLink:
                 wait, looked = _AGAIN, -math.inf
             except _UNREADABLE as error:
                 return Failure(f"its answer is refused: {cleaned(error)}")
+            except private.UploadAbandonedError as error:
+                _log.info("%s: %s; sending it again", site, error)
+                sent, wait = None, 0.0
             except Exception as error:  # noqa: BLE001 (Flower's own, such as an upload that did not come)
                 _log.info("%s: %s; sending it again", site, cleaned(error))
                 sent, wait = None, _AGAIN
             heard = self._bell(sent) if sent is not None and self._hears else batch.closed
             heard.wait(min(wait, max(0.0, batch.left())))
         return Failure(f"no answer within {batch.timeout:g} s" if present else "not connected")
+
+    def _pull(self, site: str, sent: _PendingRequest, batch: _RequestBatch) -> Message | None:
+        """A site's answer, if there is one."""
+        complete = self._bell(sent).is_set()
+        self._bell(sent).clear()
+        with self._readers if complete else nullcontext():  # else it may have to be waited for
+            return sent.run.pull(
+                sent.message,
+                most_bytes=self._most_bytes,
+                seconds=batch.left(),
+                abandoned=partial(self._abandoned, site, sent),
+            )
+
+    def _abandoned(self, site: str, sent: _PendingRequest) -> bool:
+        """Whether the process that was sent the request has gone.
+
+        A new one continues the upload when it gets the request again: the SuperLink asks it for what is missing. Flower
+        however goes on waiting for the old one, and deletes what has arrived after three minutes.
+        """
+        run, nodes = self._look(_LOOK)
+        return run is not sent.run or nodes.get(site) != sent.node
 
     def _look(self, age: float) -> tuple[FlowerRun | None, dict[str, Node]]:
         """The run, and the sites that are connected, as they were at most `age` seconds ago."""

@@ -142,7 +142,7 @@ def test_an_answer_is_given_up_once_its_process_has_gone_and_what_has_arrived_st
     client.PullMessages.return_value = announced
     client.PullObject.return_value = PullObjectResponse(object_found=True, object_available=False)
     run = object.__new__(private.FlowerRun)
-    run._client, run._node, run._id = client, Node(), 1
+    run._client, run._node, run._id, run._begun = client, Node(), 1, {}
     looks = iter([False, False, True])
     with pytest.raises(private.UploadAbandonedError):
         run.pull("request", most_bytes=1, seconds=math.inf, abandoned=lambda: next(looks))

@@ -1,6 +1,6 @@
 """How many sites one server bears, and what regions give.
 
-    python tools/scale.py loopback --sites 50 200 500     # a real server, TLS, light sites on this machine
+    python tools/scale.py loopback --sites 50 200 500     # a real server, TLS, light sites on this machine; 9 minutes
     python tools/scale.py tree --regions 100 --sites 100  # the same protocol, sites and lines modelled
     python tools/scale.py tree --regions 1 --sites 10000  # all of them at one server
 
@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -23,9 +24,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +41,24 @@ from fedstill.core.tree import Tree, nbytes
 from fedstill.deployment.region import RegionalServer
 from fedstill.deployment.server import Terms, serve
 from fedstill.deployment.site import LocalInputs
+from fedstill.metrics.records import RoundRecord
+from fedstill.running.callbacks import Callback, RunView
 
 PER_PROCESS = 50  # light sites
 SAMPLES = 100  # that each says it has
 MB = 1e6
-IDLE = 5.0  # seconds
+IDLE = 10.0  # seconds
+MOST_SECONDS = 400.0  # of one number of sites
+COLUMNS = {
+    "sites": "{sites}",
+    "seconds a round": "{seconds a round}",
+    "rounds an hour": "{rounds an hour}",
+    "MB a round": "{MB a round}",
+    "MB/s": "{MB/s}",
+    "CPU s a round: server, SuperLink": "{CPU s a round, server}, {CPU s a round, SuperLink}",
+    "CPU s a second while all wait": "{CPU s a second without requests, SuperLink}",
+    "memory MB: server, SuperLink": "{memory MB, server}, {memory MB, SuperLink}",
+}
 
 
 def light_answer(number: int, body: Tree) -> Tree:
@@ -114,6 +131,51 @@ class Watch:
                 time.sleep(0.5)
 
 
+class Rounds(Callback):
+    """The CPU time spent by the end of each round."""
+
+    def __init__(self, cpu: Callable[[], dict[str, float]]) -> None:
+        self._cpu, self._ends = cpu, list[dict[str, float]]()
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        self._ends.append(self._cpu())
+
+    def spent(self) -> dict[str, float]:
+        """In a median round without the first; NaN if there was no other."""
+        rounds = list(pairwise(self._ends))
+        return {
+            name: statistics.median([after[name] - before[name] for before, after in rounds] or [math.nan])
+            for name in self._cpu()
+        }
+
+
+def in_time(sites: int, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What was measured, or how far one came: a server that has more sites than it bears must not keep us for ever."""
+
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+    try:
+        return measure()
+    except TimeoutError:
+        return {"sites": sites, "unfinished": f"after {MOST_SECONDS:g} s"}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def usual_rounds(sites: int) -> int:
+    """Rounds that are enough, and do not take too long."""
+    return 5 if sites <= 100 else 3 if sites <= 250 else 2
+
+
+def row(found: dict[str, Any]) -> str:
+    """A row of Markdown."""
+    cells = [text.format_map(defaultdict(str, found)) for text in COLUMNS.values()]
+    return f"| {' | '.join([*cells, found.get('unfinished', '')])} |"
+
+
 def loopback(sites: int, model: str, method: str, rounds: int) -> dict[str, Any]:
     """Rounds of a real server with so many light sites on this machine."""
     from fedstill.flower import keys
@@ -134,24 +196,26 @@ def loopback(sites: int, model: str, method: str, rounds: int) -> dict[str, Any]
                 database=False, strangers=Strangers(connections=512, seconds=60),
             )
         )  # fmt: skip
+        opening = time.perf_counter()
         for first in range(0, sites, PER_PROCESS):
             words = [f"127.0.0.1:{port}", str(root / "keys"), str(first), str(min(sites, first + PER_PROCESS))]
             process = subprocess.Popen([sys.executable, __file__, "light", *words])
             opened.callback(process.kill)
         while len(link.present()) < sites:
-            time.sleep(0.2)
+            time.sleep(0.5)
+        joined = time.perf_counter()
         assert link._process is not None
         watched = {"server": psutil.Process(), "SuperLink": psutil.Process(link._process.pid)}
         idle, began = Watch(watched), time.perf_counter()
         time.sleep(IDLE)  # sites that ask for work, and get none
         idling = idle.spent()["SuperLink"] / (time.perf_counter() - began)
-        watch = Watch(watched)
+        watch, rounds_done = Watch(watched), Rounds(idle.cpu)
         began = time.perf_counter()
         result = serve(
             _config(method, model, rounds, clients=sites), names, link, root / "run",
-            terms=Terms(needed=sites, wait_after=600), pause=lambda missing: True,
+            terms=Terms(needed=sites, wait_after=600), pause=lambda missing: True, callbacks=[rounds_done],
         )  # fmt: skip
-        whole, spent = time.perf_counter() - began, watch.spent()
+        whole, spent = time.perf_counter() - began, rounds_done.spent()
         seconds = [record["seconds"] for record in result.records[1:]] or [result.records[0]["seconds"]]
         moved = result.records[-1]["bytes_down"] + result.records[-1]["bytes_up"]
         round_ = statistics.median(seconds)
@@ -162,9 +226,10 @@ def loopback(sites: int, model: str, method: str, rounds: int) -> dict[str, Any]
             "rounds an hour": round(3600 / round_),
             "MB a round": round(moved / MB, 1),
             "MB/s": round(moved / MB / round_, 1),
-            **{f"CPU s a round, {name}": round(cpu / rounds, 2) for name, cpu in spent.items()},
+            **{f"CPU s a round, {name}": round(cpu, 2) for name, cpu in spent.items()},
             "CPU s a second without requests, SuperLink": round(idling, 2),
             **{f"memory MB, {name}": round(peak / MB) for name, peak in watch.peak.items()},
+            "seconds to join": round(joined - opening, 1),
             "seconds in all": round(whole, 1),
         }
 
@@ -309,7 +374,7 @@ def main() -> None:
         command.add_argument("--method", default="fedavg")
         if name == "loopback":
             command.add_argument("--sites", type=int, nargs="+", default=[50, 200, 500])
-            command.add_argument("--rounds", type=int, default=5)
+            command.add_argument("--rounds", type=int, default=0, help="0: 5, of many sites fewer")
         else:
             command.add_argument("--regions", type=int, default=100)
             command.add_argument("--sites", type=int, default=100, help="of each region")
@@ -328,8 +393,13 @@ def main() -> None:
     if given.command == "light":
         be_light_sites(given.server, Path(given.keys), int(given.first), int(given.last))
     elif given.command == "loopback":
+        rows = [" | ".join(["", *COLUMNS, "", ""]).strip(), "|---" * (len(COLUMNS) + 1) + "|"]
         for sites in given.sites:
-            print(json.dumps(loopback(sites, given.model, given.method, given.rounds)), flush=True)
+            rounds = given.rounds or usual_rounds(sites)
+            found = in_time(sites, partial(loopback, sites, given.model, given.method, rounds))
+            print(json.dumps(found), flush=True)
+            rows.append(row(found))
+        print("\n".join(rows))
     else:
         line = Line(given.server_bytes, given.site_bytes, given.latency, given.work)
         how = (given.regions, given.sites, given.model, given.method, given.episodes, given.rounds_per_episode)

@@ -28,8 +28,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +46,7 @@ PER_PROCESS = 50  # light sites
 SAMPLES = 100  # that each says it has
 MB = 1e6
 IDLE = 10.0  # seconds
-MOST_SECONDS = 400.0  # of one number of sites
+MOST_SECONDS = 480.0  # of one number of sites
 COLUMNS = {
     "sites": "{sites}",
     "seconds a round": "{seconds a round}",
@@ -132,35 +130,53 @@ class Watch:
 
 
 class Rounds(Callback):
-    """The CPU time spent by the end of each round."""
+    """The rounds that are done, and the CPU time of each."""
 
     def __init__(self, cpu: Callable[[], dict[str, float]]) -> None:
-        self._cpu, self._ends = cpu, list[dict[str, float]]()
+        self._cpu, self._before, self._spent = cpu, cpu(), list[dict[str, float]]()
+        self._records = list[RoundRecord]()
+
+    def on_round_start(self, run: RunView, round_: int, clients: int) -> None:
+        self._before = self._cpu()
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
-        self._ends.append(self._cpu())
+        self._spent.append({name: now - self._before[name] for name, now in self._cpu().items()})
+        self._records.append(record)
 
-    def spent(self) -> dict[str, float]:
-        """In a median round without the first; NaN if there was no other."""
-        rounds = list(pairwise(self._ends))
+    def measured(self) -> dict[str, Any]:
+        """A median round without the first, unless there is no other."""
+        if not self._records:
+            return {}
+        seconds = statistics.median([record["seconds"] for record in self._records[1:] or self._records])
+        moved = self._records[-1]["bytes_down"] + self._records[-1]["bytes_up"]
+        cpu = {
+            name: statistics.median([spent[name] for spent in self._spent[1:] or self._spent]) for name in self._cpu()
+        }
         return {
-            name: statistics.median([after[name] - before[name] for before, after in rounds] or [math.nan])
-            for name in self._cpu()
+            "rounds": len(self._records),
+            "seconds a round": round(seconds, 2),
+            "rounds an hour": round(3600 / seconds),
+            "MB a round": round(moved / MB, 1),
+            "MB/s": round(moved / MB / seconds, 1),
+            **{f"CPU s a round, {name}": round(spent, 2) for name, spent in cpu.items()},
         }
 
 
-def in_time(sites: int, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What was measured, or how far one came: a server that has more sites than it bears must not keep us for ever."""
+class OutOfTime(BaseException):
+    """No Exception, which the server might take for one of its own."""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """A server that has more sites than it bears must not keep us for ever."""
 
     def late(number: int, frame: object) -> None:
-        raise TimeoutError
+        raise OutOfTime
 
     signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        return measure()
-    except TimeoutError:
-        return {"sites": sites, "unfinished": f"after {MOST_SECONDS:g} s"}
+        yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -182,6 +198,7 @@ def loopback(sites: int, model: str, method: str, rounds: int) -> dict[str, Any]
     from fedstill.flower.link import Certificates, FlowerLink, Strangers
 
     names = [f"site{number:05d}" for number in range(sites)]
+    found: dict[str, Any] = {"sites": sites}
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as opened:
         root = Path(scratch)
         keys.make(root / "keys", names, ["127.0.0.1"])
@@ -201,9 +218,12 @@ def loopback(sites: int, model: str, method: str, rounds: int) -> dict[str, Any]
             words = [f"127.0.0.1:{port}", str(root / "keys"), str(first), str(min(sites, first + PER_PROCESS))]
             process = subprocess.Popen([sys.executable, __file__, "light", *words])
             opened.callback(process.kill)
-        while len(link.present()) < sites:
+        end = opening + MOST_SECONDS
+        while (there := len(link.present())) < sites:
             time.sleep(0.5)
-        joined = time.perf_counter()
+            if time.perf_counter() > end:
+                return found | {"unfinished": f"{there} had joined after {MOST_SECONDS:g} s"}
+        found["seconds to join"] = round(time.perf_counter() - opening, 1)
         assert link._process is not None
         watched = {"server": psutil.Process(), "SuperLink": psutil.Process(link._process.pid)}
         idle, began = Watch(watched), time.perf_counter()
@@ -211,26 +231,20 @@ def loopback(sites: int, model: str, method: str, rounds: int) -> dict[str, Any]
         idling = idle.spent()["SuperLink"] / (time.perf_counter() - began)
         watch, rounds_done = Watch(watched), Rounds(idle.cpu)
         began = time.perf_counter()
-        result = serve(
-            _config(method, model, rounds, clients=sites), names, link, root / "run",
-            terms=Terms(needed=sites, wait_after=600), pause=lambda missing: True, callbacks=[rounds_done],
-        )  # fmt: skip
-        whole, spent = time.perf_counter() - began, rounds_done.spent()
-        seconds = [record["seconds"] for record in result.records[1:]] or [result.records[0]["seconds"]]
-        moved = result.records[-1]["bytes_down"] + result.records[-1]["bytes_up"]
-        round_ = statistics.median(seconds)
+        try:
+            with limited(max(1.0, end - began)):
+                serve(
+                    _config(method, model, rounds, clients=sites), names, link, root / "run",
+                    terms=Terms(needed=sites, wait_after=600), pause=lambda missing: True, callbacks=[rounds_done],
+                )  # fmt: skip
+        except OutOfTime:
+            found["unfinished"] = f"given up after {MOST_SECONDS:g} s"
         return {
-            "sites": sites,
-            "parameters": result.summary["parameters"],
-            "seconds a round": round(round_, 2),
-            "rounds an hour": round(3600 / round_),
-            "MB a round": round(moved / MB, 1),
-            "MB/s": round(moved / MB / round_, 1),
-            **{f"CPU s a round, {name}": round(cpu, 2) for name, cpu in spent.items()},
+            **found,
+            **rounds_done.measured(),
             "CPU s a second without requests, SuperLink": round(idling, 2),
             **{f"memory MB, {name}": round(peak / MB) for name, peak in watch.peak.items()},
-            "seconds to join": round(joined - opening, 1),
-            "seconds in all": round(whole, 1),
+            "seconds in all": round(time.perf_counter() - opening, 1),
         }
 
 
@@ -393,13 +407,12 @@ def main() -> None:
     if given.command == "light":
         be_light_sites(given.server, Path(given.keys), int(given.first), int(given.last))
     elif given.command == "loopback":
-        rows = [" | ".join(["", *COLUMNS, "", ""]).strip(), "|---" * (len(COLUMNS) + 1) + "|"]
+        print(" | ".join(["", *COLUMNS, "", ""]).strip(), "|---" * (len(COLUMNS) + 1) + "|", sep="\n")
         for sites in given.sites:
             rounds = given.rounds or usual_rounds(sites)
-            found = in_time(sites, partial(loopback, sites, given.model, given.method, rounds))
-            print(json.dumps(found), flush=True)
-            rows.append(row(found))
-        print("\n".join(rows))
+            found = loopback(sites, given.model, given.method, rounds)
+            print(row(found), flush=True)
+            print(json.dumps(found), file=sys.stderr)
     else:
         line = Line(given.server_bytes, given.site_bytes, given.latency, given.work)
         how = (given.regions, given.sites, given.model, given.method, given.episodes, given.rounds_per_episode)

@@ -4,15 +4,15 @@ What is used of Flower's own here, and what its public interfaces lack:
 
 - `ControlHttpClient`: starts and stops the run, registers sites' keys, lists them. In public there is only the command
   `flwr`, which reads files of its own and has Flower start the ServerApp.
-- `RuntimeHttpClient`, its interceptors, the constant of the SuperLink's number: the run's task and its messages. `Grid` is
-  public, but given only to a ServerApp that Flower has started; it waits for an upload without limit, and holds all of it
-  in memory before its size is known.
+- `RuntimeHttpClient`, its interceptors, the constant of the SuperLink's number: the run's task and its messages. `Grid`
+  is public, but given only to a ServerApp that Flower has started; it waits for an upload without limit, and holds all
+  of it in memory before its size is known.
 - `TaskIdentity`: `Message` takes its run and sender from the process, and has no argument for them.
 - `build_fab_from_files`, `Fab`, `fab_to_proto`: Flower starts no run without an app.
 - The head and body of an object: the sizes of what it refers to, before Flower puts it together.
 
 What a site uses is in `fleet`, what both use in `messages`, what changes the SuperLink's own process in `superlink`.
-Each imports it at its head, and says in `USED` which attributes it needs; `versions` checks both before anything starts.
+Each imports it at its head, and says in `USED` which attributes it needs; `versions` checks both at the start.
 """
 
 from __future__ import annotations

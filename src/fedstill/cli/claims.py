@@ -17,6 +17,7 @@ from fedstill.core.errors import DataError, SettingError
 from fedstill.core.files import read_json, write_atomic, write_json
 from fedstill.metrics.statistics import ENOUGH, detectable
 from fedstill.running.directory import without_nan
+from fedstill.studies.archive import Archive
 from fedstill.studies.cells import check, run_cells
 from fedstill.studies.claims import Evidence, claims, saved
 from fedstill.studies.progress import AllRuns
@@ -35,15 +36,18 @@ def carry_on(
     page: Path | None,
     finished: bool,
     earlier: Path | None,
+    archive: Path | None,
     dry_run: bool,
 ) -> None:
     """Run what is not finished, unless only `finished` runs are to count, and write the page."""
     known = _read(earlier) if earlier else None
     given = {key: value for key, value in (("data_dir", data_dir), ("engine", engine)) if value}
-    evidence = Evidence(seeds, out / "cells", **given)
-    every = [cell for claim in claims() for check in claim.check for cell in evidence.cells(check)]
-    cells = list({cell.path: cell for cell in every}.values())
-    todo = [cell for cell in cells if not evidence.finished(cell)]
+    if archive and not archive.is_dir():
+        raise SettingError(f"--archive {archive}: there is no such folder; the repository's is docs/runs")
+    evidence = Evidence(seeds, out / "cells", Archive(archive) if archive else None, **given)
+    checks = [check for claim in claims() for check in claim.check]
+    cells = list({cell.path: cell for check in checks for cell in evidence.cells(check)}.values())
+    todo = list({cell.path: cell for check in checks for cell in evidence.missing(check)}.values())
     console.print(
         f"{len(claims())} claims, {seeds} seeds: {len(cells)} runs, {len(cells) - len(todo)} done", style="bold"
     )
@@ -54,8 +58,8 @@ def carry_on(
     if dry_run:
         return
     if not finished:
-        with AllRuns(console, cells) as display:
-            run_cells(cells, jobs=jobs, watcher=display)
+        with AllRuns(console, todo) as display:
+            run_cells(todo, jobs=jobs, watcher=display)
     elif len(todo) == len(cells) and not known:
         raise SettingError(f"no run in {out / 'cells'} is finished")
     found = without_nan(saved(evidence, known))

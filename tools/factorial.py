@@ -149,7 +149,9 @@ def main() -> None:
     parser.add_argument("--data-dir", default="", help="where dataset files are; empty: $FEDSTILL_DATA")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--table", action="store_true", help="write the table of what is finished, run nothing")
-    parser.add_argument("--archive", type=Path, help="what finished runs came to, which are not run again: docs/runs")
+    parser.add_argument(
+        "--archive", type=Path, help="what finished runs came to, which are not run again: docs/archive"
+    )
     parser.add_argument("--results", type=Path, help="what 'fedstill claims' saved: the tables are added to it")
     given = parser.parse_args()
     if given.data_dir:

@@ -43,7 +43,7 @@ def carry_on(
     known = _read(earlier) if earlier else None
     given = {key: value for key, value in (("data_dir", data_dir), ("engine", engine)) if value}
     if archive and not archive.is_dir():
-        raise SettingError(f"--archive {archive}: there is no such folder; the repository's is docs/runs")
+        raise SettingError(f"--archive {archive}: there is no such folder; the repository's is docs/archive")
     evidence = Evidence(seeds, out / "cells", Archive(archive) if archive else None, **given)
     checks = [check for claim in claims() for check in claim.check]
     cells = list({cell.path: cell for check in checks for cell in evidence.cells(check)}.values())

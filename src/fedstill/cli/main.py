@@ -253,7 +253,7 @@ def claims(
 
     \b
     fedstill claims --seeds 5 --data-dir DATA
-    fedstill claims --finished --archive docs/runs --earlier docs/results.json --page docs/results.md
+    fedstill claims --finished --archive docs/archive --earlier docs/results.json --page docs/results.md
     fedstill claims --saved docs/results.json --page docs/results.md
 
     Interrupted, the same command goes on where it stopped. It takes hours; --finished shows what there is.

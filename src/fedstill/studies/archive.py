@@ -6,9 +6,12 @@ it, and every line carries a digest of itself; both are checked when it is read.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -143,14 +146,26 @@ class Archive:
 
     def add(self, file: str, runs: Iterable[ArchivedRun]) -> int:
         """Put runs into a file, in place of what it has of them; how many lines are new or others now."""
-        there = self._files.setdefault(file, {})
-        new = {run.run: run for run in runs if there.get(run.run) != run}
-        there.update(new)
-        if new:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            text = "".join(f"{_line(there[name])}\n" for name in sorted(there))
-            write_atomic(self.folder / f"{file}.jsonl", text)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{file}.jsonl"
+        with _alone(self.folder):
+            there = self._files[file] = _read(path) if path.exists() else {}  # somebody may have added to it
+            new = {run.run: run for run in runs if there.get(run.run) != run}
+            there.update(new)
+            if new:
+                write_atomic(path, "".join(f"{_line(there[name])}\n" for name in sorted(there)))
         return len(new)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process that asks for the same meanwhile."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
 
 
 def _read(file: Path) -> dict[str, ArchivedRun]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import tomllib
@@ -168,6 +169,26 @@ class Evidence:
         found = [self._place(check, term).cells[s].path.name for term in check.terms for s in seeds]
         return list(dict.fromkeys(found))
 
+    def near(self) -> dict[str, Any]:
+        """What the finished runs at the scale nearest to the papers came to, beside the papers' numbers."""
+        found: dict[str, Any] = {}
+        for name in presets.names():
+            if presets.load(name).near is None:
+                continue
+            (plan,) = plans(name, "near", self._seeds, self._root, **self._given)
+            plan = with_archived(plan, self._archive) if self._archive else plan
+            rows = []
+            for (point, cells), metric in itertools.product(plan.runs, plan.preset.metrics):
+                done = [cell for cell in cells if self.finished(cell)]
+                paper = presets.paper_number(name, plan.preset, point.row, metric, point.at) or {}
+                values = [number(cell, point.model, metric, point.at) for cell in done]
+                row = {"row": point.row, "at": point.at, "metric": metric, "values": values}
+                rows += [row | {"paper": paper.get("value"), "runs": [cell.path.name for cell in done]}] if done else []
+            if rows:
+                reduces = plan.reduction.reduces if plan.reduction else ""
+                found[name] = {"title": plan.title, "reduces": reduces, "rows": rows}
+        return found
+
     def paper(self, check: Check, term: Term) -> float | None:
         """What the paper has for a term."""
         place, preset = self._place(check, term), self.plan(check.preset).preset
@@ -303,6 +324,7 @@ def saved(evidence: Evidence, earlier: Mapping[str, Any] | None = None) -> dict[
             for claim in claims()
         ],
         "factorials": earlier.get("factorials", {}),
+        "near": earlier.get("near", {}) | evidence.near(),
     }
 
 

@@ -12,15 +12,17 @@ import pytest
 
 from fedstill.building.config import resolve
 from fedstill.core.errors import DataError
+from fedstill.core.files import read_json
 from fedstill.studies import presets
 from fedstill.studies.archive import Archive, ArchivedRun, Quote, abridged, name_of, settings_of
 from fedstill.studies.cells import Cell, run_cells
-from fedstill.studies.claims import Check, Evidence, finding
+from fedstill.studies.claims import Check, Evidence, claims, finding
 from fedstill.studies.presets import METRICS, Preset
 from fedstill.studies.reproduce import number, plans, student_accuracies, variants_of
 from fedstill.studies.reteach import accuracies
 from support.runs import SMALL
 
+DOCS = Path(__file__).parents[2] / "docs"
 TINY: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "engine"}
 TINY |= {"model": "mlp", "model_options": {"hidden": [8]}, "rounds": 3}
 REGIONS: dict[str, Any] = {"method": "f2l", "regions": 2, "rounds_per_episode": 2, "rounds": 4, "pool": 0.2}
@@ -131,6 +133,22 @@ def test_students_of_saved_teachers_are_kept_too(tmp_path: Path, monkeypatch: py
     assert (found.of, found.than) == (by_name["G-student", 1.0], by_name["Teacher 1", 1.0])
     archive.add("test", [replace(run, students=[])])
     assert finding(check, Evidence(1, tmp_path, Archive(tmp_path / "archive"))).verdict == "not run"
+
+
+@pytest.mark.slow
+def test_the_results_in_the_docs_are_what_the_archive_gives(tmp_path: Path) -> None:
+    saved = {json.dumps(r["check"]): r for c in read_json(DOCS / "results.json")["claims"] for r in c["checks"]}
+    evidence, compared = Evidence(5, tmp_path, Archive(DOCS / "archive")), 0
+    for check in [check for claim in claims() for check in claim.check]:
+        result = saved[json.dumps(check.model_dump(exclude_none=True))]
+        found = finding(check, evidence)
+        assert len(found.seeds) <= len(result["seeds"]), f"{check.says}: write the page again (tools/papers.py --page)"
+        if found.seeds == result["seeds"] != []:
+            assert (found.of, found.than, found.verdict) == (result["of"], result["than"], result["verdict"]), (
+                check.says
+            )
+            compared += 1
+    assert compared > 20
 
 
 def test_runs_are_sorted_lines_and_a_run_takes_the_place_of_what_was_quoted_of_it(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -221,7 +222,12 @@ class FlowerLink:
                 if node is not None and anew:
                     sent = self._send(run, {site: node}, {site: request}, batch).get(site)
                 if sent is not None and sent.run is run:
-                    answer = sent.run.pull(sent.message, most_bytes=self._most_bytes, seconds=batch.left())
+                    answer = sent.run.pull(
+                        sent.message,
+                        most_bytes=self._most_bytes,
+                        seconds=batch.left(),
+                        abandoned=partial(self._abandoned, site, sent),
+                    )
                     if answer is not None and answer.has_error() and answer.error.code in private.RESEND:
                         _log.info("%s: %s; sending it again", site, cleaned(answer.error.reason))
                         sent, wait = None, _AGAIN
@@ -232,11 +238,23 @@ class FlowerLink:
                 wait = _AGAIN
             except _UNREADABLE as error:
                 return Failure(f"its answer is refused: {cleaned(error)}")
+            except private.UploadAbandonedError as error:
+                _log.info("%s: %s; sending it again", site, error)
+                sent, wait = None, 0.0
             except Exception as error:  # noqa: BLE001 (Flower's own, such as an upload that did not come)
                 _log.info("%s: %s; sending it again", site, cleaned(error))
                 sent, wait = None, _AGAIN
             batch.closed.wait(min(wait, max(0.0, batch.left())))
         return Failure(f"no answer within {batch.timeout:g} s" if present else "not connected")
+
+    def _abandoned(self, site: str, sent: _PendingRequest) -> bool:
+        """Whether the process that was sent the request has gone.
+
+        A new one continues the upload when it gets the request again: the SuperLink asks it for what is missing. Flower
+        however goes on waiting for the old one, and deletes what has arrived after three minutes.
+        """
+        run, nodes = self._look(_LOOK)
+        return run is not sent.run or nodes.get(site) != sent.node
 
     def _look(self, age: float) -> tuple[FlowerRun | None, dict[str, Node]]:
         """The run, and the sites that are connected, as they were at most `age` seconds ago."""

@@ -43,7 +43,7 @@ from flwr.proto.runtime_pb2 import (
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable.inflatable_object import _get_object_body, get_object_head_values_from_object_content
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
 from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
@@ -130,6 +130,10 @@ class Node:
     activated: str
 
 
+class UploadAbandonedError(Exception):
+    """The process that announced an answer has gone before all of it had arrived."""
+
+
 class FlowerRun:
     """A run on the SuperLink whose ServerApp is this process.
 
@@ -180,9 +184,12 @@ class FlowerRun:
 
         return list(messages.push(requests, announce, self._client.PushObject, self._node, self._id).message_ids)
 
-    def pull(self, message: str, *, most_bytes: int, seconds: float) -> Message | None:
+    def pull(
+        self, message: str, *, most_bytes: int, seconds: float, abandoned: Callable[[], bool] = lambda: False
+    ) -> Message | None:
         """The answer to a message, if there is one. ValueError when it is too large.
 
+        `abandoned` says whether nobody uploads the rest: then UploadAbandonedError, and what has arrived stays there.
         As `Grid.pull_messages`, which however waits without limit for an upload that was announced, and holds
         everything in memory before its size can be known.
         """
@@ -195,7 +202,12 @@ class FlowerRun:
 
         def counted(name: str) -> bytes:
             nonlocal size
-            content = pull(name)
+            try:
+                content = pull(name)
+            except ObjectUnavailableError:
+                if abandoned():
+                    raise UploadAbandonedError("the rest of its answer does not come") from None
+                raise
             size += len(content)
             if size > most_bytes + OVERHEAD:
                 raise ValueError(f"it has more than the {most_bytes:,} bytes allowed")
@@ -219,7 +231,8 @@ class FlowerRun:
             if time.monotonic() >= until or found.messages_list[0].HasField("error"):
                 raise
             # It was refused while it arrived, and there is an error in its place.
-            return self.pull(message, most_bytes=most_bytes, seconds=until - time.monotonic())
+            left = until - time.monotonic()
+            return self.pull(message, most_bytes=most_bytes, seconds=left, abandoned=abandoned)
         confirm()
         _check_sizes(contents, most_bytes)
         return messages.inflated(answer, contents)

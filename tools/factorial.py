@@ -28,10 +28,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fedstill.core.files import read_json, write_atomic, write_json
 from fedstill.metrics.statistics import detectable, paired, spread
+from fedstill.studies.archive import Archive, name_of, settings_of
 from fedstill.studies.cells import Cell, check, run_cells
 from fedstill.studies.presets import resolved
-from fedstill.studies.reproduce import directory
 
+HERE = Path(__file__).parents[1]  # so that a run has the same name in every checkout, though it names tools/held_out.py
 UNTOUCHED = 100  # seeds below are for runs that confirm
 Levels = tuple[int, ...]  # of each factor
 
@@ -64,13 +65,15 @@ class Factorial(BaseModel):
 class Runs:
     """The runs of a factorial, and what those that are finished came to."""
 
-    def __init__(self, factorial: Factorial, out: Path, data_dir: str) -> None:
+    def __init__(self, factorial: Factorial, out: Path, data_dir: str, archive: Archive | None = None) -> None:
         self.factorial, self.cells = factorial, dict[tuple[str, Levels, int], Cell]()
         for seed, levels in itertools.product(factorial.seeds, factorial.combinations):
             for variant, own in factorial.variants.items():
                 layers = [factorial.settings, factorial.at(levels), own, {"seed": seed, "data_dir": data_dir}]
                 config = resolved(own["method"], layers)  # without factors that are settings of other methods
-                self.cells[variant, levels, seed] = Cell(out / "cells" / directory(config), config)
+                name = name_of(settings_of(config, HERE))
+                known = archive.run(name) if archive else None
+                self.cells[variant, levels, seed] = Cell(out / "cells" / name, config, archived=known)
 
     def number(self, variant: str, levels: Levels, seed: int) -> float | None:
         cell = self.cells[variant, levels, seed]
@@ -146,6 +149,9 @@ def main() -> None:
     parser.add_argument("--data-dir", default="", help="where dataset files are; empty: $FEDSTILL_DATA")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--table", action="store_true", help="write the table of what is finished, run nothing")
+    parser.add_argument(
+        "--archive", type=Path, help="what finished runs came to, which are not run again: docs/archive"
+    )
     parser.add_argument("--results", type=Path, help="what 'fedstill claims' saved: the tables are added to it")
     given = parser.parse_args()
     if given.data_dir:
@@ -153,10 +159,11 @@ def main() -> None:
     factorial = Factorial.model_validate(tomllib.loads(given.file.read_text()))
     if min(factorial.seeds) < UNTOUCHED:
         parser.error(f"{given.file}: seeds must be at least {UNTOUCHED}; smaller ones are for runs that confirm")
-    runs = Runs(factorial, given.out, given.data_dir)
+    runs = Runs(factorial, given.out, given.data_dir, Archive(given.archive) if given.archive else None)
     cells = list({cell.path: cell for cell in runs.cells.values()}.values())
     if not given.table:
         check([cell for cell in cells if not cell.finished])
+        given.out.mkdir(parents=True, exist_ok=True)
         for start in range(0, len(cells), given.jobs):
             run_cells(cells[start : start + given.jobs], jobs=given.jobs)
             write_atomic(given.out / "table.md", runs.markdown())

@@ -1,6 +1,6 @@
 """How many sites one server bears, and what regions give.
 
-    python tools/scale.py loopback --sites 50 200 500     # a real server, TLS, light sites on this machine
+    python tools/scale.py loopback --sites 50 200 500     # a real server, TLS, light sites on this machine; 9 minutes
     python tools/scale.py tree --regions 100 --sites 100  # the same protocol, sites and lines modelled
     python tools/scale.py tree --regions 1 --sites 10000  # all of them at one server
 
@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,11 +39,24 @@ from fedstill.core.tree import Tree, nbytes
 from fedstill.deployment.region import RegionalServer
 from fedstill.deployment.server import Terms, serve
 from fedstill.deployment.site import LocalInputs
+from fedstill.metrics.records import RoundRecord
+from fedstill.running.callbacks import Callback, RunView
 
 PER_PROCESS = 50  # light sites
 SAMPLES = 100  # that each says it has
 MB = 1e6
-IDLE = 5.0  # seconds
+IDLE = 10.0  # seconds
+MOST_SECONDS = 480.0  # of one number of sites
+COLUMNS = {
+    "sites": "{sites}",
+    "seconds a round": "{seconds a round}",
+    "rounds an hour": "{rounds an hour}",
+    "MB a round": "{MB a round}",
+    "MB/s": "{MB/s}",
+    "CPU s a round: server, SuperLink": "{CPU s a round, server}, {CPU s a round, SuperLink}",
+    "CPU s a second while all wait": "{CPU s a second without requests, SuperLink}",
+    "memory MB: server, SuperLink": "{memory MB, server}, {memory MB, SuperLink}",
+}
 
 
 def light_answer(number: int, body: Tree) -> Tree:
@@ -114,12 +129,76 @@ class Watch:
                 time.sleep(0.5)
 
 
+class Rounds(Callback):
+    """The rounds that are done, and the CPU time of each."""
+
+    def __init__(self, cpu: Callable[[], dict[str, float]]) -> None:
+        self._cpu, self._before, self._spent = cpu, cpu(), list[dict[str, float]]()
+        self._records = list[RoundRecord]()
+
+    def on_round_start(self, run: RunView, round_: int, clients: int) -> None:
+        self._before = self._cpu()
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        self._spent.append({name: now - self._before[name] for name, now in self._cpu().items()})
+        self._records.append(record)
+
+    def measured(self) -> dict[str, Any]:
+        """A median round without the first, unless there is no other."""
+        if not self._records:
+            return {}
+        seconds = statistics.median([record["seconds"] for record in self._records[1:] or self._records])
+        moved = self._records[-1]["bytes_down"] + self._records[-1]["bytes_up"]
+        cpu = {
+            name: statistics.median([spent[name] for spent in self._spent[1:] or self._spent]) for name in self._cpu()
+        }
+        return {
+            "rounds": len(self._records),
+            "seconds a round": round(seconds, 2),
+            "rounds an hour": round(3600 / seconds),
+            "MB a round": round(moved / MB, 1),
+            "MB/s": round(moved / MB / seconds, 1),
+            **{f"CPU s a round, {name}": round(spent, 2) for name, spent in cpu.items()},
+        }
+
+
+class OutOfTime(BaseException):
+    """No Exception, which the server might take for one of its own."""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """A server that has more sites than it bears must not keep us for ever."""
+
+    def late(number: int, frame: object) -> None:
+        raise OutOfTime
+
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def usual_rounds(sites: int) -> int:
+    """Rounds that are enough, and do not take too long."""
+    return 5 if sites <= 100 else 3 if sites <= 250 else 2
+
+
+def row(found: dict[str, Any]) -> str:
+    """A row of Markdown."""
+    cells = [text.format_map(defaultdict(str, found)) for text in COLUMNS.values()]
+    return f"| {' | '.join([*cells, found.get('unfinished', '')])} |"
+
+
 def loopback(sites: int, model: str, method: str, rounds: int) -> dict[str, Any]:
     """Rounds of a real server with so many light sites on this machine."""
     from fedstill.flower import keys
     from fedstill.flower.link import Certificates, FlowerLink, Strangers
 
     names = [f"site{number:05d}" for number in range(sites)]
+    found: dict[str, Any] = {"sites": sites}
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as opened:
         root = Path(scratch)
         keys.make(root / "keys", names, ["127.0.0.1"])
@@ -134,38 +213,38 @@ def loopback(sites: int, model: str, method: str, rounds: int) -> dict[str, Any]
                 database=False, strangers=Strangers(connections=512, seconds=60),
             )
         )  # fmt: skip
+        opening = time.perf_counter()
         for first in range(0, sites, PER_PROCESS):
             words = [f"127.0.0.1:{port}", str(root / "keys"), str(first), str(min(sites, first + PER_PROCESS))]
             process = subprocess.Popen([sys.executable, __file__, "light", *words])
             opened.callback(process.kill)
-        while len(link.present()) < sites:
-            time.sleep(0.2)
+        end = opening + MOST_SECONDS
+        while (there := len(link.present())) < sites:
+            time.sleep(0.5)
+            if time.perf_counter() > end:
+                return found | {"unfinished": f"{there} had joined after {MOST_SECONDS:g} s"}
+        found["seconds to join"] = round(time.perf_counter() - opening, 1)
         assert link._process is not None
         watched = {"server": psutil.Process(), "SuperLink": psutil.Process(link._process.pid)}
         idle, began = Watch(watched), time.perf_counter()
         time.sleep(IDLE)  # sites that ask for work, and get none
         idling = idle.spent()["SuperLink"] / (time.perf_counter() - began)
-        watch = Watch(watched)
+        watch, rounds_done = Watch(watched), Rounds(idle.cpu)
         began = time.perf_counter()
-        result = serve(
-            _config(method, model, rounds, clients=sites), names, link, root / "run",
-            terms=Terms(needed=sites, wait_after=600), pause=lambda missing: True,
-        )  # fmt: skip
-        whole, spent = time.perf_counter() - began, watch.spent()
-        seconds = [record["seconds"] for record in result.records[1:]] or [result.records[0]["seconds"]]
-        moved = result.records[-1]["bytes_down"] + result.records[-1]["bytes_up"]
-        round_ = statistics.median(seconds)
+        try:
+            with limited(max(1.0, end - began)):
+                serve(
+                    _config(method, model, rounds, clients=sites), names, link, root / "run",
+                    terms=Terms(needed=sites, wait_after=600), pause=lambda missing: True, callbacks=[rounds_done],
+                )  # fmt: skip
+        except OutOfTime:
+            found["unfinished"] = f"given up after {MOST_SECONDS:g} s"
         return {
-            "sites": sites,
-            "parameters": result.summary["parameters"],
-            "seconds a round": round(round_, 2),
-            "rounds an hour": round(3600 / round_),
-            "MB a round": round(moved / MB, 1),
-            "MB/s": round(moved / MB / round_, 1),
-            **{f"CPU s a round, {name}": round(cpu / rounds, 2) for name, cpu in spent.items()},
+            **found,
+            **rounds_done.measured(),
             "CPU s a second without requests, SuperLink": round(idling, 2),
             **{f"memory MB, {name}": round(peak / MB) for name, peak in watch.peak.items()},
-            "seconds in all": round(whole, 1),
+            "seconds in all": round(time.perf_counter() - opening, 1),
         }
 
 
@@ -309,7 +388,7 @@ def main() -> None:
         command.add_argument("--method", default="fedavg")
         if name == "loopback":
             command.add_argument("--sites", type=int, nargs="+", default=[50, 200, 500])
-            command.add_argument("--rounds", type=int, default=5)
+            command.add_argument("--rounds", type=int, default=0, help="0: 5, of many sites fewer")
         else:
             command.add_argument("--regions", type=int, default=100)
             command.add_argument("--sites", type=int, default=100, help="of each region")
@@ -328,8 +407,12 @@ def main() -> None:
     if given.command == "light":
         be_light_sites(given.server, Path(given.keys), int(given.first), int(given.last))
     elif given.command == "loopback":
+        print(" | ".join(["", *COLUMNS, "", ""]).strip(), "|---" * (len(COLUMNS) + 1) + "|", sep="\n")
         for sites in given.sites:
-            print(json.dumps(loopback(sites, given.model, given.method, given.rounds)), flush=True)
+            rounds = given.rounds or usual_rounds(sites)
+            found = loopback(sites, given.model, given.method, rounds)
+            print(row(found), flush=True)
+            print(json.dumps(found), file=sys.stderr)
     else:
         line = Line(given.server_bytes, given.site_bytes, given.latency, given.work)
         how = (given.regions, given.sites, given.model, given.method, given.episodes, given.rounds_per_episode)

@@ -26,6 +26,7 @@ from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectSto
 from fedstill.flower.link import Failure, Strangers
 from fedstill.flower.superlink import connections as counted
 from fedstill.flower.superlink.uploads import Uploads, only_answers
+from fedstill.flower.superlink.waiting import Waiting
 from support.link import Trial, ask, everyone, wait
 
 MB = 1 << 20
@@ -107,6 +108,9 @@ class State:
         self.object_store.put(name, content)
         return True
 
+    def get_message_ins(self, node: int, limit: int | None) -> list[Any]:
+        return []
+
     def get_message_res(self, names: set[str], run: int) -> list[Any]:
         return []
 
@@ -136,7 +140,7 @@ class State:
 @pytest.fixture
 def state() -> tuple[State, Uploads]:
     kind = type("Bounded", (State,), dict(State.__dict__))
-    uploads = Uploads(100_000)
+    uploads = Uploads(100_000, Waiting())
     uploads.bound(kind)
     return kind(), uploads
 

@@ -33,6 +33,7 @@ from fedstill.engine.worker import Train, Worker
 from fedstill.running.api import configure
 from fedstill.studies import cluster as studies_on_cluster
 from fedstill.studies.cells import Cell, Watcher, run_cells
+from fedstill.studies.tuning import TrialRun
 from support.engines import Remembering, Suicidal, all_client_states, command, environment, rounds_written
 from support.guards import start
 from support.runs import SMALL, RunSmall, numbers, weights
@@ -342,6 +343,18 @@ def test_whole_runs_on_nodes_have_the_bits_and_files_of_runs_here_whoever_dies(
         assert cells[there].finished
 
 
+@pytest.mark.usefixtures("cluster")
+def test_a_trial_of_a_search_goes_on_where_its_last_rung_ended(run_small: RunSmall, tmp_path: Path) -> None:
+    idle.end()
+    for rounds in (1, 3):
+        config, own = configure("fedavg", {}, SMALL | {"engine": "ray", "rounds": rounds})
+        trial = TrialRun(tmp_path / "trial", config, own)
+        run_cells([trial], jobs=1)
+        assert trial.rounds_done() == rounds
+    run_small("fedavg", rounds=3, out=tmp_path / "here")
+    assert (tmp_path / "trial/model.safetensors").read_bytes() == (tmp_path / "here/model.safetensors").read_bytes()
+
+
 def test_a_wrong_address_and_a_missing_library_are_one_line(
     run_small: RunSmall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,6 +364,9 @@ def test_a_wrong_address_and_a_missing_library_are_one_line(
         SettingError, match=r"ray_address = '127\.0\.0\.1:1': no Ray cluster answers there .* 'ray start"
     ):
         run_small(engine="ray", ray_address="127.0.0.1:1")
+    for wrong in ("here", ":6379", "10.0.0.1:"):
+        with pytest.raises(SettingError, match=rf"^ray_address = '{wrong}': should be host:port .* or auto$"):
+            run_small(engine="ray", ray_address=wrong)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SettingError, match=r"^engine = 'ray' needs: pip install 'fedstill\[ray\]'$"):
         run_small(engine="ray")

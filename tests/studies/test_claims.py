@@ -20,7 +20,7 @@ from fedstill.studies import claims, presets
 from fedstill.studies.cells import Cell, run_cells
 from fedstill.studies.claims import Check, Claim, Evidence, finding, verdict
 from fedstill.studies.presets import Preset
-from fedstill.studies.reproduce import number
+from fedstill.studies.reproduce import number, plans
 from support.runs import SMALL
 
 pytestmark = pytest.mark.slow
@@ -40,6 +40,7 @@ TABLE: dict[str, Any] = {
         {"name": "FedProx", "method": "fedprox", "settings": {"mu": 0.5}},
     ],
     "cpu": {"reduces": "nothing"},
+    "near": {"reduces": "rounds", "settings": {"rounds": 2}},
 }
 NUMBERS = [
     {"method": "FedAvg", "metric": "AMP", "alpha": 0.5, "value": 50.0, "std": 1.0, "unit": "%"},
@@ -65,6 +66,7 @@ def check(**changes: Any) -> Check:
 def evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evidence:
     made = {"test/table": Preset.model_validate(TABLE)}
     monkeypatch.setattr(presets, "load", made.__getitem__)
+    monkeypatch.setattr(presets, "names", lambda: list(made))
     monkeypatch.setattr(presets, "paper_numbers", lambda: {"test": {"T1": {"rows": NUMBERS}}})
     return Evidence(2, tmp_path / "cells")
 
@@ -214,6 +216,30 @@ def test_results_of_runs_elsewhere_are_kept_where_they_have_more_seeds(
         assert (result["verdict"], result["check"]["says"]) == (verdict_, "T1 helps")
         assert found["factorials"] == elsewhere["factorials"]
         assert "elsewhere" in found["versions"]
+
+
+def test_runs_near_the_papers_stand_beside_their_numbers_without_a_verdict(
+    evidence: Evidence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert evidence.near() == {}
+    (plan,) = plans("test/table", "near", 2, tmp_path / "cells")
+    (cell,) = (cells[0] for point, cells in plan.runs if (point.row, point.at) == ("FedAvg+T1", {"alpha": 0.5}))
+    run_cells([cell])
+    monkeypatch.setattr(claims, "claims", list)
+    found = claims.saved(evidence)
+    table = found["near"]["test/table"]
+    assert [(row["row"], row["at"], row["paper"]) for row in table["rows"]] == [
+        ("FedAvg", {"alpha": 0.5}, 0.5),
+        ("FedAvg+T1", {"alpha": 0.5}, 0.6),
+    ], "both are read from one run"
+    ours = amp("fedavg+t1", 0.5, rounds=2)[0]
+    assert table["rows"][1]["values"] == [ours]
+    page = command.markdown(found)
+    assert f"| `test/table` | FedAvg+T1, alpha 0.5 | AMP | 1 | {100 * ours:.2f} | 60.00 |" in page
+    assert "`test/table` still reduces: rounds." in page
+    assert claims.saved(Evidence(2, tmp_path / "empty"), found)["near"] == found["near"], (
+        "kept, as its runs are elsewhere"
+    )
 
 
 def test_a_claim_that_is_not_confirmed_says_what_may_decide_it() -> None:

@@ -58,7 +58,7 @@ def forged(tree: dict[str, Any]) -> RecordDict:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     torch.set_num_threads(1)
     try:
         with (

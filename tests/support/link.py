@@ -62,7 +62,8 @@ class CutLine:
     def __init__(self, port: int, after: int, cut: Callable[[], None] | None = None) -> None:
         """`cut` is done instead of closing the connections."""
         self._port, self._after, self._cut = port, after, cut or self._close
-        self.sent, self.was_cut = 0, False
+        self.sent, self.was_cut = 0, threading.Event()
+        self._whole = True
         self._open: list[socket.socket] = []
         self._lock = threading.Lock()
         self._door = socket.create_server(("127.0.0.1", 0))
@@ -86,10 +87,11 @@ class CutLine:
             while data := source.recv(1 << 16):
                 with self._lock:
                     self.sent += len(data) if up else 0
-                    now = self.sent > self._after and not self.was_cut
-                    self.was_cut |= now
+                    now = self.sent > self._after and self._whole
+                    self._whole &= not now
                 if now:
                     self._cut()
+                    self.was_cut.set()  # not before: a site is started again once the old process is dead
                 sink.sendall(data)
         for end in (source, sink):
             with suppress(OSError):

@@ -14,6 +14,7 @@ import pytest
 import fedstill
 from fedstill.core.files import read_json
 from fedstill.studies import claims
+from fedstill.studies.archive import Archive, abridged, settings_of
 
 TOOLS = Path(__file__).parents[2] / "tools"
 SMALL: dict[str, Any] = {"fraction": 0.05, "model": "mlp", "model_options": {"hidden": [8]}, "clients": 4}
@@ -78,6 +79,14 @@ def test_a_factors_effect_is_the_mean_paired_difference_of_its_runs(
     saved = read_json(results)
     assert saved["claims"] == []
     assert saved["factorials"]["f"]["title"] == "t"
+    factorial = tool.Factorial.model_validate(tomllib.loads((tmp_path / "f.toml").read_text()))
+    cells = tool.Runs(factorial, tmp_path / "out", "").cells.values()
+    archive = Archive(tmp_path / "archive")
+    archive.add("f", [abridged(settings_of(c.config, tool.HERE), c.summary(), c.records()) for c in cells])
+    words = ["factorial.py", str(tmp_path / "f.toml"), "--out", str(tmp_path / "empty"), "--table"]
+    monkeypatch.setattr(sys, "argv", [*words, "--archive", str(tmp_path / "archive")])
+    tool.main()
+    assert capsys.readouterr().out == printed, "the same table without the run directories"
     assert printed.endswith(saved["factorials"]["f"]["tables"] + "\n")
 
 

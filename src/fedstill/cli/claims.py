@@ -17,6 +17,7 @@ from fedstill.core.errors import DataError, SettingError
 from fedstill.core.files import read_json, write_atomic, write_json
 from fedstill.metrics.statistics import ENOUGH, detectable
 from fedstill.running.directory import without_nan
+from fedstill.studies.archive import Archive
 from fedstill.studies.cells import check, run_cells
 from fedstill.studies.claims import Evidence, claims, saved
 from fedstill.studies.progress import AllRuns
@@ -35,15 +36,18 @@ def carry_on(
     page: Path | None,
     finished: bool,
     earlier: Path | None,
+    archive: Path | None,
     dry_run: bool,
 ) -> None:
     """Run what is not finished, unless only `finished` runs are to count, and write the page."""
     known = _read(earlier) if earlier else None
     given = {key: value for key, value in (("data_dir", data_dir), ("engine", engine)) if value}
-    evidence = Evidence(seeds, out / "cells", **given)
-    every = [cell for claim in claims() for check in claim.check for cell in evidence.cells(check)]
-    cells = list({cell.path: cell for cell in every}.values())
-    todo = [cell for cell in cells if not evidence.finished(cell)]
+    if archive and not archive.is_dir():
+        raise SettingError(f"--archive {archive}: there is no such folder; the repository's is docs/archive")
+    evidence = Evidence(seeds, out / "cells", Archive(archive) if archive else None, **given)
+    checks = [check for claim in claims() for check in claim.check]
+    cells = list({cell.path: cell for check in checks for cell in evidence.cells(check)}.values())
+    todo = list({cell.path: cell for check in checks for cell in evidence.missing(check)}.values())
     console.print(
         f"{len(claims())} claims, {seeds} seeds: {len(cells)} runs, {len(cells) - len(todo)} done", style="bold"
     )
@@ -54,8 +58,8 @@ def carry_on(
     if dry_run:
         return
     if not finished:
-        with AllRuns(console, cells) as display:
-            run_cells(cells, jobs=jobs, watcher=display)
+        with AllRuns(console, todo) as display:
+            run_cells(todo, jobs=jobs, watcher=display)
     elif len(todo) == len(cells) and not known:
         raise SettingError(f"no run in {out / 'cells'} is finished")
     found = without_nan(saved(evidence, known))
@@ -165,16 +169,19 @@ FedAvg, FedProx and q-FFL are the baselines that these papers compare themselves
 
 ## How to read it
 
-`fedstill claims` writes this page. No number in a table was written by hand: each is read from run directories of a
+`fedstill claims` writes this page. No number in a table was written by hand: each is read from runs of a
 [preset](reproduce.md), a paper's table or figure as a file of settings, at the `cpu` scale, which two cores can do:
 networks and numbers of samples, clients and rounds are smaller than the papers', and some datasets are others
-([the list](#the-runs)). To carry it all out again:
+([the list](#the-runs)). To carry it all out again, and to go on with what is not run yet:
 
     fedstill claims --seeds 5 --data-dir DATA
+    python tools/papers.py --data-dir DATA
 
 A check compares two things on the same seeds: the same data partition, schedule of clients and initial weights. *alpha*
 says how even the partition is: at 100 all clients hold about the same, at 0.01 each holds hardly more than one class.
-The columns:
+Runs were made on several machines over time, and [kept](reproduce.md#finished-runs-are-kept) when finished. On another
+processor the same code and seed round differently, which after many rounds makes a few tenths of a point; where the two
+sides of a check are from different machines, that is part of its interval. The columns:
 
 - **measured**: accuracies are in percent, of the model that the check names. *Final* is the mean of the last five
   evaluations, *best* the highest one; chance is 10 % for ten classes. *AMP* is the mean accuracy over the clients' own
@@ -206,6 +213,9 @@ none was chosen by results. Where a scale was changed after results had been see
 
 ## The claims
 """
+_NEAREST = """\
+The scale `near` of a preset is as near to the paper as two cores can bear. Few seeds are no verdict; these numbers
+stand beside the paper's."""
 _MEASURED = {
     "top1": "accuracy",
     "final_top1": "final accuracy",
@@ -236,7 +246,30 @@ def markdown(found: Saved) -> str:
         lines.append("|---|---|---|--:|--:|--:|--:|--:|--:|---|")
         lines += [_line(result) for result in claim["checks"]]
         lines += _what_decides(claim, found.get("factorials", {}))
-    lines += ["", "## The runs", "", "What each preset reduces, and its settings at the cpu scale:", ""]
+    return "\n".join([*lines, *_nearest(found), *_runs(found)])
+
+
+def _nearest(found: Saved) -> list[str]:
+    """The runs at the scale nearest to the papers; nothing, where there are none."""
+    if not found.get("near"):
+        return []
+    lines = ["", "## Nearest to the papers", "", _NEAREST, ""]
+    lines += ["| preset | row | measured | seeds | ours | paper |", "|---|---|---|--:|--:|--:|"]
+    for name, table in found["near"].items():
+        for row in table["rows"]:
+            where = "".join(f", {key} {_plain(value)}" for key, value in row["at"].items())
+            factor, digits = unit(row["metric"])
+            known = [value for value in row["values"] if value is not None]
+            ours = f"{factor * sum(known) / len(known):.{digits}f}" if known else "–"
+            paper = "–" if row["paper"] is None else f"{factor * row['paper']:.{digits}f}"
+            measured = _MEASURED.get(row["metric"], row["metric"])
+            lines.append(f"| `{name}` | {row['row']}{where} | {measured} | {len(known)} | {ours} | {paper} |")
+    return [*lines, "", *(f"- `{name}` still reduces: {table['reduces']}." for name, table in found["near"].items())]
+
+
+def _runs(found: Saved) -> list[str]:
+    """What the presets are, and how many runs there were."""
+    lines = ["", "## The runs", "", "What each preset reduces, and its settings at the cpu scale:", ""]
     described: dict[str, str] = {}
     for name, preset in found["presets"].items():
         settings = ", ".join(f"{key} {_plain(value)}" for key, value in preset["settings"].items())
@@ -245,8 +278,7 @@ def markdown(found: Saved) -> str:
         lines.append(f"- `{name}` ({preset['title']}). " + (scale if same == name else f"Scale as `{same}`."))
     runs = {run for claim in found["claims"] for result in claim["checks"] for run in result["runs"]}
     versions = "; ".join(", ".join(f"{k} {v}" for k, v in json.loads(each).items()) for each in found["versions"])
-    lines += ["", f"{len(runs)} runs. Versions: {versions}.", ""]
-    return "\n".join(lines)
+    return [*lines, "", f"{len(runs)} runs. Versions: {versions}.", ""]
 
 
 def _what_decides(claim: Saved, factorials: Saved) -> list[str]:

@@ -243,6 +243,9 @@ def claims(
     earlier: Annotated[
         Path | None, typer.Option(help="Saved results of runs elsewhere, kept where they have more seeds than here.")
     ] = None,
+    archive: Annotated[
+        Path | None, typer.Option(help="A folder with what finished runs came to, which need not be run again.")
+    ] = None,
     saved: Annotated[Path | None, typer.Option(help="Only write the page of results that were saved here.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be run, and for how long.")] = False,
 ) -> None:
@@ -250,7 +253,7 @@ def claims(
 
     \b
     fedstill claims --seeds 5 --data-dir DATA
-    fedstill claims --finished --earlier docs/results.json --page docs/results.md
+    fedstill claims --finished --archive docs/archive --earlier docs/results.json --page docs/results.md
     fedstill claims --saved docs/results.json --page docs/results.md
 
     Interrupted, the same command goes on where it stopped. It takes hours; --finished shows what there is.
@@ -268,6 +271,7 @@ def claims(
         page=page,
         finished=finished,
         earlier=earlier,
+        archive=archive,
         dry_run=dry_run,
     )
 

@@ -104,6 +104,7 @@ class SiteRegistry:
                 self.held_out[self.clients[name]] = held
                 if self._by_class is not None:
                     self._by_class[name] = answer[CLASS_COUNTS]
+        self.counts.save()
         if self._reported == before:
             return False
         samples_that_count, _ = self.counts.of_sites(self._reported, "samples")

@@ -275,7 +275,8 @@ def serve(
     try:
         directory.check_rounds(config.rounds)
         link = RecordedLink(link, out / files.RECEIVED)
-        number = _number(directory)
+        # Every request has the settings, without the server's own folder: with many sites it takes long to write them.
+        number, settings = _number(directory), numbered(config, names).model_copy(update={"data_dir": ""}).toml()
         rollbacks = directory.served_run().get(ROLLBACKS, [])
         _check_counts(directory, names, terms)
         if not regional:
@@ -288,7 +289,7 @@ def serve(
         def run_info() -> RunInfo:
             return {
                 "number": number,
-                "config": numbered(config, names).model_copy(update={"data_dir": ""}).toml(),  # its folders are its own
+                "config": settings,
                 "clients": config.clients,
                 "classes": list(dataset.classes),
                 "mean": list(dataset.mean),

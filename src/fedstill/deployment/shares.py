@@ -52,6 +52,7 @@ class Counts:
         self._claims: dict[str, tuple[list[int], list[int]]] = {
             name: (samples, tests) for name, (samples, tests) in saved.items() if name in clients
         }
+        self._saved = dict(self._claims)
         self._warned = set[str]()
 
     def forget(self, names: Iterable[str]) -> None:
@@ -60,20 +61,24 @@ class Counts:
             self._claims.pop(name, None)
 
     def settle(self, name: str, samples: list[int], tests: list[int], *, growing: bool) -> str:
-        """Save the numbers that a site reports, unless it claimed otherwise before: then, what is wrong with that.
+        """Note the numbers that a site reports, unless it claimed otherwise before: then, what is wrong with that.
 
-        `growing`: clients of whom nothing was known may come to it, as to a region.
+        To be followed by `save`. `growing`: clients of whom nothing was known may come to it, as to a region.
         """
         claimed = list(zip(samples, tests, strict=True))
         before = list(zip(*self._claims[name], strict=True)) if name in self._claims else claimed
         nothing = (0, 0)  # of a client that is not there, or not yet
         settled = [new if growing and old == nothing else old for old, new in zip(before, claimed, strict=True)]
         self._claims[name] = [n for n, _ in settled], [n for _, n in settled]
-        if self._path:
-            write_sealed_json(self._path, self._claims)
         if all(new == old or (growing and new == nothing) for old, new in zip(settled, claimed, strict=True)):
             return ""
         return f"it had {_text(settled)} when it joined, and has {_text(claimed)} now"
+
+    def save(self) -> None:
+        """Write the file, once for all sites that were asked together: it has a line for each of them."""
+        if self._path and self._claims != self._saved:
+            write_sealed_json(self._path, self._claims)
+            self._saved = dict(self._claims)
 
     def samples(self, name: str) -> int:
         """How many samples a site claims to train on."""

@@ -157,7 +157,8 @@ class RayCluster(Engine):
         by_reference |= {handle.starting: handle for handle in self._handles if handle.starting is not None}
         found, _ = ray.wait(list(by_reference), num_returns=1, timeout=_SECONDS)
         if not found and all(handle.starting is not None for handle in self._handles):
-            log.warning("no worker of the Ray cluster is free; waiting for one ('ray status' shows who uses it)")
+            needed = f"a core and {self._gpus:g} of a GPU" if self._gpus else "a core"
+            log.warning("the Ray cluster has no room for a worker, which needs %s; waiting ('ray status')", needed)
         for reference in found:
             handle = by_reference[reference]
             try:

@@ -54,8 +54,10 @@ def check(setting: str) -> None:
     address = address_of(setting)
     load(address)
     host, _, port = address.rpartition(":")
-    if not address or not port.isdecimal():
-        return  # `auto`, which Ray looks for by itself
+    if address in ("", "auto"):  # which Ray looks for by itself
+        return
+    if not host or not port.isdecimal():
+        raise SettingError(f"ray_address = {address!r}: should be host:port as 'ray start --head' prints it, or auto")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS).close()  # Ray would try for minutes
     except (OSError, OverflowError) as error:

@@ -94,13 +94,16 @@ def supernode(
 def _answer_messages(session: _Session, answer: Callable[[RecordDict], RecordDict], pushed: Callable[[], None]) -> None:
     idle_since = time.monotonic()
     while True:
+        asked = time.monotonic()
         try:
             message = session.pull()
         except httpx.HTTPError as error:
             _log.info("no place at the server any more: %s", cleaned(error))
             return
         if message is None:
-            time.sleep(messages.pause(time.monotonic() - idle_since))
+            # Our server answers when there is something, or after HOLD seconds; a busy proxy between us may not wait.
+            now = time.monotonic()
+            time.sleep(max(0.0, messages.pause(now - idle_since) - (now - asked)))
             continue
         began = time.monotonic()
         reply = Message(answer(message.content), reply_to=message)

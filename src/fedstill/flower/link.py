@@ -17,8 +17,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -44,6 +45,10 @@ _STOP = 3.0  # seconds that it may take to end
 _BEAT = 5.0  # seconds between heartbeats of the run
 _LOOK = 0.5  # seconds for which the list of connected sites is believed
 _AGAIN = 1.0  # seconds before a request that was lost is sent again
+_TOGETHER = 0.05  # seconds in which answers are heard of together
+_ANYWAY = 30.0  # seconds after which an answer is looked for of which nothing was heard
+_READERS = 8  # answers that are read at once: each takes connections, and memory
+_MOST_BELLS = 100_000  # of answers that came too late
 _KEYS = 1.0  # seconds between looks at who is to be let in
 # By what an answer shows that it is none, or too large; to request it again would bring the same.
 _UNREADABLE = (DataError, ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError)
@@ -124,6 +129,9 @@ class FlowerLink:
         self._looking = threading.Lock()
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="superlink-watch", daemon=True)
+        self._bells: dict[str, threading.Event] = {}  # by message: its answer is there
+        self._hears = False  # whether the SuperLink says so
+        self._readers = threading.BoundedSemaphore(_READERS)
 
     def __enter__(self) -> Self:
         for path in (self._certificates.certificate, self._certificates.ca) if self._certificates else ():
@@ -139,6 +147,7 @@ class FlowerLink:
             self._stop_process()
             raise
         self._watcher.start()
+        threading.Thread(target=self._listen, name="superlink-listen", daemon=True).start()
         return self
 
     def __exit__(
@@ -209,7 +218,7 @@ class FlowerLink:
 
     def _collect(self, site: str, request: Tree, batch: _RequestBatch, sent: _PendingRequest | None) -> Tree | Failure:
         """Wait for one site's answer, and send again whatever may have been lost."""
-        present = sent is not None
+        present, looked = sent is not None, time.monotonic()
         while batch.left() > 0 and not batch.closed.is_set() and not self._stopping.is_set():
             wait = messages.pause(batch.timeout - batch.left())
             if site not in self._keys:
@@ -219,24 +228,52 @@ class FlowerLink:
                 node, present = nodes.get(site), site in nodes
                 anew = sent is None or sent.run is not run or sent.node != node
                 if node is not None and anew:
-                    sent = self._send(run, {site: node}, {site: request}, batch).get(site)
-                if sent is not None and sent.run is run:
-                    answer = sent.run.pull(sent.message, most_bytes=self._most_bytes, seconds=batch.left())
+                    sent, looked = self._send(run, {site: node}, {site: request}, batch).get(site), time.monotonic()
+                overdue = not self._hears or node is None or time.monotonic() - looked > _ANYWAY
+                if sent is not None and sent.run is run and (overdue or self._bell(sent).is_set()):
+                    looked = time.monotonic()
+                    answer = self._pull(site, sent, batch)
                     if answer is not None and answer.has_error() and answer.error.code in private.RESEND:
                         _log.info("%s: %s; sending it again", site, cleaned(answer.error.reason))
                         sent, wait = None, _AGAIN
                     elif answer is not None:
+                        self._bells.pop(sent.message, None)
                         return _read(answer, batch.name, self._most_bytes)
             except httpx.HTTPError as error:  # the watcher brings the SuperLink back
                 _log.debug("%s: %s", site, error)
-                wait = _AGAIN
+                wait, looked = _AGAIN, -math.inf
             except _UNREADABLE as error:
                 return Failure(f"its answer is refused: {cleaned(error)}")
+            except private.UploadAbandonedError as error:
+                _log.info("%s: %s; sending it again", site, error)
+                sent, wait = None, 0.0
             except Exception as error:  # noqa: BLE001 (Flower's own, such as an upload that did not come)
                 _log.info("%s: %s; sending it again", site, cleaned(error))
                 sent, wait = None, _AGAIN
-            batch.closed.wait(min(wait, max(0.0, batch.left())))
+            heard = self._bell(sent) if sent is not None and self._hears else batch.closed
+            heard.wait(min(wait, max(0.0, batch.left())))
         return Failure(f"no answer within {batch.timeout:g} s" if present else "not connected")
+
+    def _pull(self, site: str, sent: _PendingRequest, batch: _RequestBatch) -> Message | None:
+        """A site's answer, if there is one."""
+        complete = self._bell(sent).is_set()
+        self._bell(sent).clear()
+        with self._readers if complete else nullcontext():  # else it may have to be waited for
+            return sent.run.pull(
+                sent.message,
+                most_bytes=self._most_bytes,
+                seconds=batch.left(),
+                abandoned=partial(self._abandoned, site, sent),
+            )
+
+    def _abandoned(self, site: str, sent: _PendingRequest) -> bool:
+        """Whether the process that was sent the request has gone.
+
+        A new one continues the upload when it gets the request again: the SuperLink asks it for what is missing. Flower
+        however goes on waiting for the old one, and deletes what has arrived after three minutes.
+        """
+        run, nodes = self._look(_LOOK)
+        return run is not sent.run or nodes.get(site) != sent.node
 
     def _look(self, age: float) -> tuple[FlowerRun | None, dict[str, Node]]:
         """The run, and the sites that are connected, as they were at most `age` seconds ago."""
@@ -248,6 +285,25 @@ class FlowerLink:
                 nodes = {self._names[key]: node for key, node in found.items() if key in self._names}
                 self._seen = time.monotonic(), run, nodes
             return run, nodes if run is not None else {}
+
+    def _bell(self, sent: _PendingRequest) -> threading.Event:
+        """What is set once there is an answer."""
+        return self._bells.setdefault(sent.message, threading.Event())
+
+    def _listen(self) -> None:
+        """Hear which messages have been answered, so that nobody need look for each again and again."""
+        while not self._stopping.is_set():
+            with suppress(httpx.HTTPError):
+                for answered in self._address.answered():
+                    self._hears = True
+                    for message in answered:
+                        self._bells.setdefault(message, threading.Event()).set()
+                    while len(self._bells) > _MOST_BELLS:
+                        del self._bells[next(iter(self._bells))]
+                    if self._stopping.wait(_TOGETHER):
+                        return
+            self._hears = False  # who waits looks for himself
+            self._stopping.wait(_AGAIN)
 
     def _watch(self) -> None:
         """Bring the SuperLink back when it dies, and its run when it is given up."""

@@ -37,6 +37,9 @@ USED: Used = {inflatable_utils: ("push_objects", "pull_objects")}
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0  # seconds: parts may come a moment after their message
 
 
+_MOST_CONNECTIONS, _OBJECTS_EACH = 4, 8  # of one message
+
+
 def push(
     messages: Sequence[Message],
     announce: Callable[[list[Any], list[Any]], Any],
@@ -53,7 +56,10 @@ def push(
         heads = [message_to_proto(remove_content_from_message(message)) for message in messages]
         answer = announce(heads, [get_object_tree(message) for message in messages])
         send = make_push_object_fn_protobuf(push_object, node, run, answer.session_id)
-        inflatable_utils.push_objects(objects, send, object_ids_to_push=set(answer.objects_to_push))
+        missing = set(answer.objects_to_push)
+        inflatable_utils.push_objects(
+            objects, send, object_ids_to_push=missing, max_concurrent_pushes=_connections(len(missing))
+        )
     return answer
 
 
@@ -69,7 +75,19 @@ def object_puller(pull_object: Callable[[Any], Any], node: Any, run: int) -> Cal
 
 def pull_contents(names: list[str], pull: Callable[[str], bytes], **limits: Any) -> dict[str, bytes]:
     """The objects' contents, by name; Flower waits a second and more where parts come a moment later."""
-    return inflatable_utils.pull_objects(names, pull, initial_backoff=_FIRST_WAIT, backoff_cap=_LONGEST_WAIT, **limits)
+    return inflatable_utils.pull_objects(
+        names, pull, max_concurrent_pulls=_connections(len(names)), initial_backoff=_FIRST_WAIT,
+        backoff_cap=_LONGEST_WAIT, **limits
+    )  # fmt: skip
+
+
+def _connections(objects: int) -> int:
+    """How many requests for so many objects are made at once: each costs a connection, a handshake and a signature.
+
+    >>> _connections(6), _connections(20), _connections(1000)
+    (1, 3, 4)
+    """
+    return max(1, min(_MOST_CONNECTIONS, -(-objects // _OBJECTS_EACH)))
 
 
 def inflated(name: str, contents: dict[str, bytes]) -> Message:

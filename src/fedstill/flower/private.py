@@ -1,7 +1,18 @@
 """The server's end of the SuperLink, for which Flower has no public interface: a run whose ServerApp is this process.
 
+What is used of Flower's own here, and what its public interfaces lack:
+
+- `ControlHttpClient`: starts and stops the run, registers sites' keys, lists them. In public there is only the command
+  `flwr`, which reads files of its own and has Flower start the ServerApp.
+- `RuntimeHttpClient`, its interceptors, the constant of the SuperLink's number: the run's task and its messages. `Grid`
+  is public, but given only to a ServerApp that Flower has started; it waits for an upload without limit, and holds all
+  of it in memory before its size is known.
+- `TaskIdentity`: `Message` takes its run and sender from the process, and has no argument for them.
+- `build_fab_from_files`, `Fab`, `fab_to_proto`: Flower starts no run without an app.
+- The head and body of an object: the sizes of what it refers to, before Flower puts it together.
+
 What a site uses is in `fleet`, what both use in `messages`, what changes the SuperLink's own process in `superlink`.
-Each says in `USED` what it needs of Flower, which `versions` checks before anything starts.
+Each imports it at its head, and says in `USED` which attributes it needs; `versions` checks both at the start.
 """
 
 from __future__ import annotations
@@ -43,14 +54,14 @@ from flwr.proto.runtime_pb2 import (
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable.inflatable_object import _get_object_body, get_object_head_values_from_object_content
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
 from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedstill.flower import messages
 from fedstill.flower.records import MOST_TEXT
-from fedstill.flower.superlink import KEYS_PATH, MOST_OBJECTS, OVERHEAD, SECRET_HEADER
+from fedstill.flower.superlink import ANSWERED_PATH, HOLD, KEYS_PATH, MOST_OBJECTS, OVERHEAD, SECRET_HEADER
 from fedstill.flower.versions import TESTED, Used
 
 USED: Used = {
@@ -116,10 +127,26 @@ class Address:
                 if key not in registered:
                     control.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
 
+    def answered(self) -> Iterator[list[str]]:
+        """The messages that have been answered, as their answers come; often none. Ends with an httpx.HTTPError."""
+        after = 0
+        with self._http(seconds=HOLD + 10) as client:
+            while True:
+                response = client.post(ANSWERED_PATH, json=after).raise_for_status()
+                found = response.json()
+                after = found["after"]
+                yield found["answered"]
+
     def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
+        with self._http(seconds=5) as client:
+            return client.request(method, path, **content)
+
+    def _http(self, seconds: float) -> httpx.Client:
         scheme = "http" if self.tls is None else "https"
-        with httpx.Client(verify=self.tls or True, timeout=5, headers={SECRET_HEADER: self.secret}) as client:
-            return client.request(method, f"{scheme}://{self.place}{path}", **content)
+        headers = {SECRET_HEADER: self.secret}
+        return httpx.Client(
+            base_url=f"{scheme}://{self.place}", verify=self.tls or True, timeout=seconds, headers=headers
+        )
 
 
 @dataclass(frozen=True)
@@ -128,6 +155,10 @@ class Node:
 
     id: int
     activated: str
+
+
+class UploadAbandonedError(Exception):
+    """The process that announced an answer has gone before all of it had arrived."""
 
 
 class FlowerRun:
@@ -154,6 +185,7 @@ class FlowerRun:
         given = self._client.PullTaskInput(PullTaskInputRequest())
         self._speaker = given.task_id, run, given.context.node_id
         self._id, self._node = run, NodeProto(node_id=SUPERLINK_NODE_ID)
+        self._begun: dict[str, Any] = {}  # answers that are being read, which the SuperLink names only once
 
     @staticmethod
     def _start(address: Address) -> int:
@@ -180,13 +212,18 @@ class FlowerRun:
 
         return list(messages.push(requests, announce, self._client.PushObject, self._node, self._id).message_ids)
 
-    def pull(self, message: str, *, most_bytes: int, seconds: float) -> Message | None:
+    def pull(
+        self, message: str, *, most_bytes: int, seconds: float, abandoned: Callable[[], bool] = lambda: False
+    ) -> Message | None:
         """The answer to a message, if there is one. ValueError when it is too large.
 
+        `abandoned` says whether nobody uploads the rest: then UploadAbandonedError, and what has arrived stays there.
         As `Grid.pull_messages`, which however waits without limit for an upload that was announced, and holds
         everything in memory before its size can be known.
         """
-        found = self._client.PullMessages(PullAppMessagesRequest(message_ids=[message]))
+        found = self._begun.pop(message, None) or self._client.PullMessages(
+            PullAppMessagesRequest(message_ids=[message])
+        )
         if not found.messages_list:
             return None
         answer = found.messages_list[0].metadata.message_id
@@ -195,7 +232,12 @@ class FlowerRun:
 
         def counted(name: str) -> bytes:
             nonlocal size
-            content = pull(name)
+            try:
+                content = pull(name)
+            except ObjectUnavailableError:
+                if abandoned():
+                    raise UploadAbandonedError("the rest of its answer does not come") from None
+                raise
             size += len(content)
             if size > most_bytes + OVERHEAD:
                 raise ValueError(f"it has more than the {most_bytes:,} bytes allowed")
@@ -215,12 +257,17 @@ class FlowerRun:
         except ValueError:
             confirm()  # else it would stay there
             raise
+        except httpx.HTTPError:
+            self._begun[message] = found
+            raise
         except ObjectPullError:
             if time.monotonic() >= until or found.messages_list[0].HasField("error"):
                 raise
             # It was refused while it arrived, and there is an error in its place.
-            return self.pull(message, most_bytes=most_bytes, seconds=until - time.monotonic())
-        confirm()
+            left = until - time.monotonic()
+            return self.pull(message, most_bytes=most_bytes, seconds=left, abandoned=abandoned)
+        with suppress(httpx.HTTPError):  # all of it is here
+            confirm()
         _check_sizes(contents, most_bytes)
         return messages.inflated(answer, contents)
 

@@ -33,6 +33,7 @@ from fedstill.running.machine import check_engine, cores, one_thread
 from fedstill.running.monitors import selection
 from fedstill.running.places import check_result, stopped_by
 from fedstill.running.uplinks import TooFewClients
+from fedstill.studies.archive import ArchivedRun
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +48,12 @@ class Cell:
     config: Config
     own: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # objects that `prepare` takes
     callbacks: Sequence[Callback] = field(default=(), compare=False, repr=False)  # the run gets copies of its own
+    archived: ArchivedRun | None = field(default=None, compare=False, repr=False)  # what it came to elsewhere
 
     def summary(self) -> Summary:
         """What the finished run came to."""
+        if self.archived:
+            return self.archived.as_summary()
         try:
             check_result(self.path, files.SUMMARY)
             found = read_json(self.path / files.SUMMARY)
@@ -60,6 +64,9 @@ class Cell:
         return cast(Summary, found)
 
     def records(self) -> list[RoundRecord]:
+        """Its rounds; of an archived run those that were evaluated, or ended an episode."""
+        if self.archived:
+            return self.archived.as_records()
         check_result(self.path, files.METRICS)
         return RunDirectory.open(self.path, lock=False).records()
 
@@ -102,7 +109,9 @@ class Cell:
 
     @property
     def finished(self) -> bool:
-        """Whether all rounds are done, or one of its callbacks has stopped it."""
+        """Whether all rounds are done, here or elsewhere, or one of its callbacks has stopped it."""
+        if self.archived:
+            return True
         done = self.rounds_done()
         return done == self.config.rounds or (done is not None and stopped_by(self.path) in by_name(self._hearing))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -18,9 +19,10 @@ from fedstill.building.config import Config
 from fedstill.core.errors import DataError, SettingError, unknown
 from fedstill.metrics.statistics import ENOUGH, Paired, paired
 from fedstill.studies import presets
+from fedstill.studies.archive import Archive
 from fedstill.studies.cells import Cell
 from fedstill.studies.presets import METRICS, Point
-from fedstill.studies.reproduce import MEAN, Plan, number, plans, student_accuracies
+from fedstill.studies.reproduce import MEAN, Plan, number, plans, student_accuracies, variants_of
 
 Term = dict[str, Any]  # a row of a preset, and where in its sweep
 Expectation = Literal["higher", "lower", "same", "not higher", "open"]
@@ -91,15 +93,16 @@ class Place:
 class Evidence:
     """The runs that claims rest on, those that are finished of them."""
 
-    def __init__(self, seeds: int, root: Path, **given: Any) -> None:
-        self._seeds, self._root, self._given = seeds, root, given
+    def __init__(self, seeds: int, root: Path, archive: Archive | None = None, **given: Any) -> None:
+        self._seeds, self._root, self._archive, self._given = seeds, root, archive, given
         self._plans: dict[str, Plan] = {}
         self._student_accuracies: dict[str, dict[str, list[float | None]]] = {}
         self._finished: set[Path] = set()  # many checks ask for the same run
 
     def plan(self, preset: str) -> Plan:
         if preset not in self._plans:
-            (self._plans[preset],) = plans(preset, "cpu", self._seeds, self._root, **self._given)
+            (plan,) = plans(preset, "cpu", self._seeds, self._root, **self._given)
+            self._plans[preset] = with_archived(plan, self._archive) if self._archive else plan
         return self._plans[preset]
 
     def cells(self, check: Check) -> list[Cell]:
@@ -109,8 +112,23 @@ class Evidence:
 
     def seeds(self, check: Check) -> list[int]:
         """Those of which every run is finished."""
-        runs = [self._place(check, term).cells for term in check.terms]
-        return [s for s in range(self._seeds) if all(self.finished(cells[s]) for cells in runs)]
+        places = [self._place(check, term) for term in check.terms]
+        return [s for s in range(self._seeds) if all(self._known(check, place, s) for place in places)]
+
+    def missing(self, check: Check) -> list[Cell]:
+        """The runs that a check still needs."""
+        places = [self._place(check, term) for term in check.terms]
+        found = [place.cells[s] for s in range(self._seeds) for place in places if not self._known(check, place, s)]
+        return list({cell.path: cell for cell in found}.values())
+
+    def _known(self, check: Check, place: Place, seed: int) -> bool:
+        return self.finished(place.cells[seed]) or self._quoted(check, place, seed) is not None
+
+    def _quoted(self, check: Check, place: Place, seed: int) -> float | None:
+        """A number of a run of which nothing else is left."""
+        if self._archive is None or self.plan(check.preset).preset.reteach:
+            return None
+        return self._archive.quoted(place.cells[seed].path.name, check.metric, place.point.model, place.further)
 
     def finished(self, cell: Cell) -> bool:
         """Whether a run is; once it is, its directory is not read again for that."""
@@ -128,15 +146,21 @@ class Evidence:
             values = self._student_accuracies[check.preset][_key(term["row"], place.point.at)]
         else:
             at = place.point.at | place.further
-            values = [number(place.cells[s], place.point.model, check.metric, at) for s in seeds]
+            values = [
+                number(cell, place.point.model, check.metric, at)
+                if self.finished(cell := place.cells[s])
+                else self._quoted(check, place, s)
+                for s in seeds
+            ]
         known = [v for v in values if v is not None and math.isfinite(v)]
         if len(known) < len(values):
             raise DataError(f"{check.preset}: {check.metric} of {term} is not a number in every run")
         return known
 
     def same_rounds(self, check: Check, seed: int) -> bool:
-        """Whether all runs of a check were evaluated in the same rounds."""
-        runs = [self._place(check, term).cells[seed].records() for term in check.terms]
+        """Whether all runs of a check, but for those only quoted, were evaluated in the same rounds."""
+        cells = [self._place(check, term).cells[seed] for term in check.terms]
+        runs = [cell.records() for cell in cells if self.finished(cell)]
         rounds = [[record["round"] for record in records if record["evaluated"]] for records in runs]
         return all(each == rounds[0] for each in rounds)
 
@@ -144,6 +168,26 @@ class Evidence:
         """The directories that a check was read from."""
         found = [self._place(check, term).cells[s].path.name for term in check.terms for s in seeds]
         return list(dict.fromkeys(found))
+
+    def near(self) -> dict[str, Any]:
+        """What the finished runs at the scale nearest to the papers came to, beside the papers' numbers."""
+        found: dict[str, Any] = {}
+        for name in presets.names():
+            if presets.load(name).near is None:
+                continue
+            (plan,) = plans(name, "near", self._seeds, self._root, **self._given)
+            plan = with_archived(plan, self._archive) if self._archive else plan
+            rows = []
+            for (point, cells), metric in itertools.product(plan.runs, plan.preset.metrics):
+                done = [cell for cell in cells if self.finished(cell)]
+                paper = presets.paper_number(name, plan.preset, point.row, metric, point.at) or {}
+                values = [number(cell, point.model, metric, point.at) for cell in done]
+                row = {"row": point.row, "at": point.at, "metric": metric, "values": values}
+                rows += [row | {"paper": paper.get("value"), "runs": [cell.path.name for cell in done]}] if done else []
+            if rows:
+                reduces = plan.reduction.reduces if plan.reduction else ""
+                found[name] = {"title": plan.title, "reduces": reduces, "rows": rows}
+        return found
 
     def paper(self, check: Check, term: Term) -> float | None:
         """What the paper has for a term."""
@@ -161,6 +205,19 @@ class Evidence:
             if same_row and all(where.get(k) == v for k, v in point.at.items()) and further.keys() <= _FURTHER:
                 return Place(point, cells, further)
         raise SettingError(f"{check.preset} has no {term}")
+
+
+def with_archived(plan: Plan, archive: Archive) -> Plan:
+    """A plan whose runs need not be run again where the archive has what it takes of them."""
+
+    def look_up(cell: Cell) -> Cell:
+        run = archive.run(cell.path.name)
+        if run and plan.preset.reteach and run.students_of(variants_of(plan)) is None:
+            run = None
+        return replace(cell, archived=run)
+
+    runs = tuple((point, tuple(look_up(cell) for cell in cells)) for point, cells in plan.runs)
+    return replace(plan, runs=runs)
 
 
 _FURTHER = {"round", "episode"}  # what a metric may ask for beside a point of the sweep
@@ -267,6 +324,7 @@ def saved(evidence: Evidence, earlier: Mapping[str, Any] | None = None) -> dict[
             for claim in claims()
         ],
         "factorials": earlier.get("factorials", {}),
+        "near": earlier.get("near", {}) | evidence.near(),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,17 +14,17 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from fedstill.building.config import IRRELEVANT, Config, anchored
+from fedstill.building.config import Config
 from fedstill.building.setup import prepare
-from fedstill.methods import registry
+from fedstill.core.errors import DataError
 from fedstill.metrics.records import RoundRecord
 from fedstill.metrics.statistics import Spread, spread
 from fedstill.running.machine import cores, one_thread
 from fedstill.studies import presets
+from fedstill.studies.archive import name_of, settings_of
 from fedstill.studies.cells import Cell
-from fedstill.studies.comparison import to_target
 from fedstill.studies.presets import METRICS, Point, Preset, Reduction, Scale
-from fedstill.studies.reteach import accuracies
+from fedstill.studies.reteach import Accuracies, accuracies
 
 BASELINE = "FedAvg"
 MEAN = "Mean of teachers"  # where the student starts
@@ -96,13 +95,7 @@ def plans(name: str, scale: Scale, seeds: int, root: Path, **given: Any) -> list
 
 def directory(config: Config) -> str:
     """A name that only runs with the same numbers share, and that settings of later versions do not change."""
-    settings = {k: v for k, v in anchored(config).model_dump(exclude_defaults=True).items() if k not in IRRELEVANT}
-    if revision := sum(part.revision for part in registry.find(config.method)):
-        settings["revision"] = revision
-    if config.hyper:
-        settings["hyper"] = registry.with_old_names(config.method, config.hyper)
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
-    return f"{config.method.replace('/', '-').replace(':', '-')}-{key}"
+    return name_of(settings_of(config))
 
 
 # --- what it will take ------------------------------------------------------------------------------------------------
@@ -221,10 +214,12 @@ def number(cell: Cell, model: str, metric: str, at: Mapping[str, Any]) -> float 
 
 def _rounds_to_target(cell: Cell, model: str, at: Mapping[str, Any]) -> float | None:
     target = at["target_acc"] / 100 if "target_acc" in at else at["target_percent"] / 100 * _best(cell, model)
-    return to_target(cell.records(), target, model)["rounds_to_target"]
+    return next((round_ for round_, accuracy in _accuracies(cell, model).items() if accuracy >= target), None)
 
 
 def _server_seconds(cell: Cell, _model: str, _at: Mapping[str, Any]) -> float:
+    if cell.archived:
+        raise DataError(f"{cell.path}: the archive has no times of rounds")
     notes = [r.get("episode") or r.get("server") or {} for r in cell.records()]
     return float(sum(t.get("server_seconds", 0.0) for t in notes))
 
@@ -283,13 +278,20 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
+def variants_of(plan: Plan) -> list[dict[str, Any]]:
+    """The method's settings at every point of a sweep over saved teachers."""
+    return [point.config.hyper for point, _ in plan.runs]
+
+
 def student_accuracies(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[str, dict[str, Any], list[float | None]]]:
     """Accuracies of students taught at every point of the sweep from the same teachers, of those, and of their mean."""
     points = [point for point, _ in plan.runs]
     students: list[list[float | None]] = [[] for _ in points]
     teachers: dict[str, list[float | None]] = {}
     for seed in seeds:
-        found = accuracies(plan.runs[0][1][seed].path, [point.config.hyper for point in points])
+        cell, variants = plan.runs[0][1][seed], variants_of(plan)
+        kept = cell.archived.students_of(variants) if cell.archived else None
+        found = Accuracies(**kept) if kept else accuracies(cell.path, variants)
         for n, accuracy in enumerate(found.teachers, 1):
             teachers.setdefault(f"Teacher {n}", []).append(accuracy)
         teachers.setdefault(MEAN, []).append(found.mean)

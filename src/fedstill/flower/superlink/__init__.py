@@ -6,6 +6,8 @@ Flower has no public interface for this: what is used, or replaced, of its own i
 
 SECRET_HEADER = "x-fedstill"
 KEYS_PATH = "/fedstill/keys"  # where the server states the keys that are let in from now on
+ANSWERED_PATH = "/fedstill/answered"  # where it hears which requests have been answered
+HOLD = 20.0  # seconds that a request for news may wait here; Flower's clients wait 30 for a response
 MOST_OBJECTS = 10_000  # in one answer; each costs a request
 OVERHEAD = 1 << 16  # bytes of an answer that are Flower's own
 REFUSED = 413

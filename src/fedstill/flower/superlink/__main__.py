@@ -20,6 +20,7 @@ from fedstill.flower.superlink import OVERHEAD
 from fedstill.flower.superlink.connections import Connections, Door
 from fedstill.flower.superlink.guard import Guard
 from fedstill.flower.superlink.uploads import Uploads, only_answers
+from fedstill.flower.superlink.waiting import Waiting
 from fedstill.flower.versions import check
 
 USED_HERE = "fedstill.flower.superlink.used"
@@ -28,7 +29,8 @@ USED_HERE = "fedstill.flower.superlink.used"
 def main() -> None:
     """Take the settings from stdin, patch Flower, start it."""
     settings = json.load(sys.stdin)
-    uploads = Uploads(settings["most_bytes"])
+    waiting = Waiting()
+    uploads = Uploads(settings["most_bytes"], waiting)
     connections = Connections(settings["strangers"], settings["seconds"])
 
     def watch() -> None:
@@ -50,12 +52,17 @@ def main() -> None:
 
     used: Any = importlib.import_module(USED_HERE)
 
+    class Server(uvicorn.Server):
+        async def shutdown(self, *arguments: Any, **options: Any) -> None:
+            waiting.end()  # else it would wait for those who wait here
+            await super().shutdown(*arguments, **options)
+
     def serve(*, host: str, port: int, **options: Any) -> None:
         # uvloop accepts connections where none can be counted; a header must not say who a client is.
         config = uvicorn.Config(host=host, port=port, loop="asyncio", proxy_headers=False, **options)
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         places = {(family, address) for family, _, _, _, address in addresses}
-        uvicorn.Server(config).run(sockets=[Door(family, address, connections) for family, address in places])
+        Server(config).run(sockets=[Door(family, address, connections) for family, address in places])
 
     guard = Middleware(
         Guard,
@@ -63,6 +70,7 @@ def main() -> None:
         keys=frozenset(settings["keys"]),
         uploads=uploads,
         connections=connections,
+        waiting=waiting,
         # Larger arrays come in chunks; twice that leaves room for long JSON.
         largest=min(2 * used.common.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, uploads.limit + OVERHEAD),
     )

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedstill.flower.superlink import KEYS_PATH, SECRET_HEADER
+from fedstill.flower.superlink import ANSWERED_PATH, HOLD, KEYS_PATH, SECRET_HEADER
 from fedstill.flower.superlink.connections import Connections
 from fedstill.flower.superlink.uploads import Uploads
+from fedstill.flower.superlink.waiting import Waiting
 
 _MOST_BODIES = 2  # of a site that are in memory at once; others wait on the wire
 _MOST_REQUESTS = 32  # of a site at once
@@ -36,6 +37,7 @@ class Guard:
     keys: frozenset[str]
     uploads: Uploads
     connections: Connections
+    waiting: Waiting
     largest: int  # bytes of a body with an object
 
     def __post_init__(self) -> None:
@@ -50,12 +52,15 @@ class Guard:
         client = tuple(scope["client"] or ("", 0))
         if hmac.compare_digest(headers.get(SECRET_HEADER, "").encode(), self.secret.encode()):
             self.connections.admit(client, "")
-            if scope["path"] != KEYS_PATH:
+            if scope["path"] == ANSWERED_PATH:
+                after = int(json.loads(await _body(receive)))
+                await _respond_json(send, await self.waiting.for_answers(after, HOLD, receive))
+            elif scope["path"] == KEYS_PATH:
+                self.keys = frozenset(json.loads(await _body(receive)))
+                self.connections.close_all_but(self.keys)
+                await _respond(send, 204)
+            else:
                 await self.app(scope, receive, send)
-                return
-            self.keys = frozenset(json.loads(await _body(receive)))
-            self.connections.close_all_but(self.keys)
-            await _respond(send, 204)
             return
         key, status = await self._refusal(scope["path"], headers, client)
         if status:
@@ -63,7 +68,11 @@ class Guard:
             return
         self._running[key] += 1
         try:
-            await self._pass_on(key, scope, self._unstalled(receive, client), send)
+            bounded = self._unstalled(receive, client)
+            if scope["path"].endswith("/pull-messages"):
+                await self._hold(key, scope, bounded, send)
+            else:
+                await self._pass_on(key, scope, bounded, send)
         finally:
             self._running[key] -= 1
 
@@ -86,6 +95,20 @@ class Guard:
             await asyncio.to_thread(self.uploads.refuse_newest, key)
             return key, 413
         return key, 503 if self._running[key] >= _MOST_REQUESTS else 0
+
+    async def _hold(self, key: str, scope: Any, receive: Any, send: Any) -> None:
+        """A site's look for messages waits until there is one, so that it need not look again and again.
+
+        If the site is gone before that, nothing is looked up for it: Flower would take the message for delivered.
+        """
+        body = await _body(receive)
+        node = await asyncio.to_thread(self.uploads.waits, key)
+        if node is not None and not await self.waiting.for_message(node, HOLD, receive):
+            return
+        if key not in self.keys:  # revoked meanwhile
+            await _respond(send, 401)
+            return
+        await self.app(scope, _again(body, receive), send)
 
     async def _pass_on(self, key: str, scope: Any, receive: Any, send: Any) -> None:
         if "/push-" not in scope["path"]:
@@ -120,6 +143,23 @@ async def _body(receive: Any) -> bytes:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
     return body
+
+
+def _again(body: bytes, receive: Any) -> Any:
+    """What gives a body that was read already, and then what follows it."""
+    parts = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def received() -> Any:
+        return parts.pop() if parts else await receive()
+
+    return received
+
+
+async def _respond_json(send: Any, content: Any) -> None:
+    body = json.dumps(content).encode()
+    head = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def _respond(send: Any, status: int) -> None:

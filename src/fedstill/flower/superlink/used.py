@@ -22,7 +22,8 @@ from fedstill.flower.versions import Used
 flower_superlink: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")  # the name is a function's too
 
 _STATE = (
-    "store_message_and_object_tree", "store_object", "get_message_res", "delete_messages", "object_store",
+    "store_message_and_object_tree", "store_object", "get_message_ins", "get_message_res", "delete_messages",
+    "object_store",
     "preregister_object_tree", "get_node_id_by_public_key", "_cleanup_push_session", "_on_push_session_expired",
     "_store_generated_message",
 )  # fmt: skip

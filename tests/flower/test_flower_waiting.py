@@ -1,0 +1,231 @@
+"""Who waits at the SuperLink is woken when there is something to get, and not before."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
+
+from fedstill.flower.superlink.uploads import Uploads
+from fedstill.flower.superlink.waiting import Waiting
+
+LONG = 3600.0
+SITE, OTHER = 7, 8
+
+
+async def stays() -> None:
+    await asyncio.Event().wait()
+
+
+async def leaves() -> None:
+    return None
+
+
+async def blocked(task: asyncio.Task[Any]) -> bool:
+    """Whether a task still waits when everything else has been done."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return not task.done()
+
+
+def from_a_thread(call: Any, *arguments: Any) -> None:
+    thread = threading.Thread(target=call, args=arguments)
+    thread.start()
+    thread.join()
+
+
+async def looked(waiting: Waiting, *nodes: int) -> None:
+    """The first look of a site waits for nothing: what was there before is not known."""
+    for node in nodes:
+        assert await waiting.for_message(node, LONG, stays)
+
+
+def test_a_site_waits_for_its_own_message() -> None:
+    async def run() -> None:
+        waiting = Waiting()
+        await looked(waiting, SITE, OTHER)
+        site = asyncio.create_task(waiting.for_message(SITE, LONG, stays))
+        other = asyncio.create_task(waiting.for_message(OTHER, LONG, stays))
+        assert await blocked(site)
+        from_a_thread(waiting.message_for, SITE)
+        assert await site
+        assert await blocked(other)
+        other.cancel()
+        from_a_thread(waiting.message_for, SITE)  # while it works: its next look does not wait
+        assert await waiting.for_message(SITE, LONG, stays)
+
+    asyncio.run(run())
+
+
+def test_a_site_hears_of_nothing_after_a_while_and_is_told_nothing_once_it_is_gone() -> None:
+    async def run() -> None:
+        waiting = Waiting()
+        await looked(waiting, SITE)
+        assert await waiting.for_message(SITE, 0.001, stays)
+        assert not await waiting.for_message(SITE, LONG, leaves)
+
+    asyncio.run(run())
+
+
+def test_the_server_hears_of_each_answer_once_and_of_all_after_a_restart() -> None:
+    async def run() -> None:
+        waiting = Waiting()
+        task = asyncio.create_task(waiting.for_answers(0, LONG, stays))
+        assert await blocked(task)
+        from_a_thread(waiting.answer_to, "a")
+        assert await task == {"answered": ["a"], "after": 1}
+        for name in "bc":
+            from_a_thread(waiting.answer_to, name)
+        await asyncio.sleep(0)
+        assert await waiting.for_answers(1, LONG, stays) == {"answered": ["b", "c"], "after": 3}
+        assert await waiting.for_answers(3, 0.001, stays) == {"answered": [], "after": 3}
+        assert await waiting.for_answers(99, LONG, stays) == {"answered": ["a", "b", "c"], "after": 3}
+
+    asyncio.run(run())
+
+
+def test_nobody_waits_when_the_server_ends() -> None:
+    async def run() -> None:
+        waiting = Waiting()
+        await looked(waiting, SITE)
+        tasks = [
+            asyncio.create_task(waiting.for_message(SITE, LONG, stays)),
+            asyncio.create_task(waiting.for_answers(0, LONG, stays)),
+        ]
+        assert await blocked(tasks[0])
+        waiting.end()
+        await asyncio.gather(*tasks)
+        await looked(waiting, SITE, SITE, OTHER, OTHER)
+        await waiting.for_answers(0, LONG, stays)
+
+    asyncio.run(run())
+
+
+class Bells:
+    """Counts who is woken."""
+
+    def __init__(self) -> None:
+        self.messages, self.answers = list[int](), list[str]()
+
+    def message_for(self, node: int) -> None:
+        self.messages.append(node)
+
+    def answer_to(self, request: str) -> None:
+        self.answers.append(request)
+
+
+class State:
+    """As much of Flower's state as has messages."""
+
+    def __init__(self) -> None:
+        self.object_store = InMemoryObjectStore(verify=False)
+        self.undelivered: list[Any] = []
+
+    def store_message_and_object_tree(self, message: Any, tree: ObjectTree, session: str) -> tuple[bool, list[str]]:
+        if not message.metadata.reply_to_message_id:
+            self.undelivered.append(message)
+        return True, self.object_store.preregister(1, tree)
+
+    def store_object(self, run: int, session: str, name: str, content: bytes) -> bool:
+        self.object_store.put(name, content)
+        return True
+
+    def get_message_ins(self, node: int, limit: int | None) -> list[Any]:
+        return [self.undelivered.pop(0)] if self.undelivered else []
+
+    def get_message_res(self, names: set[str], run: int) -> list[Any]:
+        return []
+
+    def delete_messages(self, names: set[str]) -> None: ...
+
+    def get_node_id_by_public_key(self, key: bytes) -> int:
+        return SITE
+
+
+NAMES = [f"{number:064x}" for number in range(6)]
+
+
+def message(name: str, parts: list[str], answers: str = "", ttl: float = 1e12) -> tuple[Any, ObjectTree]:
+    metadata = SimpleNamespace(
+        message_id=name, reply_to_message_id=answers, src_node_id=SITE, dst_node_id=SITE, created_at=0.0, ttl=ttl
+    )
+    tree = ObjectTree(object_id=name, children=[ObjectTree(object_id=part) for part in parts])
+    return SimpleNamespace(metadata=metadata), tree
+
+
+@pytest.fixture
+def bounded() -> tuple[Any, Uploads, Bells]:
+    kind, bells = type("Bounded", (State,), dict(State.__dict__)), Bells()
+    uploads = Uploads(100_000, bells)  # type: ignore[arg-type]
+    uploads.bound(kind)
+    return kind(), uploads, bells
+
+
+def test_a_site_is_woken_when_its_message_is_there_and_again_while_there_are_more(
+    bounded: tuple[Any, Uploads, Bells],
+) -> None:
+    flower, _, bells = bounded
+    for name in NAMES[:2]:
+        flower.store_message_and_object_tree(*message(name, [NAMES[5]]), "server")
+    assert not bells.messages
+    flower.store_object(1, "server", NAMES[5], b"weights")
+    assert not bells.messages
+    for name in NAMES[:2]:
+        flower.store_object(1, "server", name, b"head")
+    assert bells.messages == [SITE, SITE]
+    flower.get_message_ins(SITE, 1)
+    assert bells.messages == [SITE] * 3
+    flower.get_message_ins(SITE, 1)
+    assert bells.messages == [SITE] * 3
+
+
+def test_a_message_that_a_site_has_not_confirmed_when_it_looks_again_is_given_again(
+    bounded: tuple[Any, Uploads, Bells],
+) -> None:
+    flower, uploads, _ = bounded
+    sent, tree = message(NAMES[0], [])
+    flower.store_message_and_object_tree(sent, tree, "server")
+    flower.store_object(1, "server", NAMES[0], b"head")
+    assert uploads.waits("") == SITE  # as far as is known: whether there is one is Flower's to say
+    assert flower.get_message_ins(SITE, 1) == [sent]
+    assert uploads.waits("") is None
+    assert flower.get_message_ins(SITE, 1) == [sent]
+    flower.object_store.delete(NAMES[0])  # which is what Flower does when it is confirmed
+    assert flower.get_message_ins(SITE, 1) == []
+    assert uploads.waits("") == SITE
+
+
+def test_a_message_that_nobody_waits_for_any_more_is_not_given_again(bounded: tuple[Any, Uploads, Bells]) -> None:
+    flower, _, _ = bounded
+    sent, tree = message(NAMES[0], [], ttl=1.0)
+    flower.store_message_and_object_tree(sent, tree, "server")
+    assert flower.get_message_ins(SITE, 1) == [sent]
+    assert flower.get_message_ins(SITE, 1) == []
+
+
+def test_the_server_hears_of_an_answer_when_all_of_it_is_there(bounded: tuple[Any, Uploads, Bells]) -> None:
+    flower, _, bells = bounded
+    request, root, *parts = NAMES[:4]
+    flower.store_message_and_object_tree(*message(root, parts, answers=request), "site")
+    for name in parts:
+        flower.store_object(1, "site", name, b"part")
+        assert not bells.answers
+    flower.store_object(1, "site", root, b"head")
+    assert bells.answers == [request]
+
+
+def test_the_server_hears_of_an_answer_that_is_refused(bounded: tuple[Any, Uploads, Bells]) -> None:
+    flower, _, bells = bounded
+    request, root, part = NAMES[:3]
+    flower._on_push_session_expired = flower._cleanup_push_session = lambda *_, **__: None
+    flower.store_message_and_object_tree(*message(root, [part], answers=request), "site")
+    assert not flower.store_object(1, "site", part, bytes(300_000))
+    assert bells.answers == [request]

@@ -58,7 +58,9 @@ def make_groups(
         if is_object(own.model) and own.model not in objects:
             raise SettingError(f"models: {own.model} is a network of your own; give it again")
         inside = task if not number else with_network(task, settings, federation, method, objects.get(own.model))
-        groups.append(Group(number, names[number], clients, inside, settings))
+        groups.append(Group(number, names[number], clients, inside.named(names[number]), settings))
+    for group in groups:
+        group.task.beside(tuple(other.task for other in groups if other is not group))
     if groups:
         _check(method, groups)
     return tuple(groups)

@@ -107,10 +107,6 @@ def prepare(
     hierarchy = arrange(config, task, federation, method, groups)
     check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
     hierarchy = with_noise(hierarchy, config, federation, elsewhere=elsewhere)
-    if config.validation and groups:
-        raise SettingError(
-            "validation is measured on one model of all clients, and models gives them several; leave one out"
-        )
     if config.secure_aggregation and groups:
         raise SettingError("secure_aggregation adds up all clients' updates, who need one network: leave models out")
     if config.secure_aggregation:

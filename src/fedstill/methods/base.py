@@ -170,6 +170,7 @@ class Server:
         self.before: Tensor = task.initial  # those that the round began with, for what works after the average
         self.sent: Message = {}  # what the round's clients were sent, where it was compressed on the way
         self.state: dict[str, Any] = {}  # what the method keeps between rounds; part of every checkpoint
+        self.peers: tuple[Server, ...] = ()  # those of the other groups, where clients have different networks
         self.ensembles: dict[str, list[Uplink]] = {}  # of a round, by method, until groups have taught each other
         self.notes: dict[str, Any] = {}  # what the method has to say about the round, for its record
         self.store = store  # what the method keeps for single clients, on disk
@@ -325,7 +326,13 @@ class Method:
         raise NotImplementedError
 
     def across_groups(self, servers: Sequence[Server]) -> None:
-        """Where clients have different networks: what groups learn from each other, once each has aggregated."""
+        """Where clients have different networks: what groups learn from each other, once each has aggregated.
+
+        All groups are there, also those of which no client was drawn.
+        """
+
+    def end(self, server: Server) -> None:
+        """Note, when a round is over for all groups, what became of `server.model`; the counterpart of `begin`."""
 
     def models(self, server: Server) -> dict[str, Tensor]:
         """The models to evaluate. The first is the model: the one that is saved and headlines the results."""

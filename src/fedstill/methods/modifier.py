@@ -107,6 +107,9 @@ class Modifier(Method):
     def across_groups(self, servers: Sequence[Server]) -> None:
         self.inner.across_groups(servers)
 
+    def end(self, server: Server) -> None:
+        self.inner.end(server)
+
     def models(self, server: Server) -> dict[str, Tensor]:
         return self.inner.models(server)
 

@@ -67,8 +67,9 @@ class ServerSide(Modifier):
 
     def across_groups(self, servers: Sequence[Server]) -> None:
         super().across_groups(servers)
-        if uplinks := [up for server in servers for up in server.ensembles.pop(self.name, ())]:
-            self.improve_all(servers, uplinks)
+        active = [server for server in servers if self.name in server.ensembles]
+        if uplinks := [up for server in active for up in server.ensembles.pop(self.name)]:
+            self.improve_all(active, uplinks)
 
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         """What the server does after the average."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -113,7 +113,9 @@ class FederatedTraining(ABC):
         for region, cohort in cohorts:
             self._train_region(engine, region, cohort, tally, measure=measure)
         if self.setup.hierarchy.grouped:
-            self._across_groups([region for region, _ in cohorts], tally)
+            self._across_groups(tally)
+        for region, _ in cohorts:
+            region.method.end(self.regional[region.number])
         self.active_since_checkpoint.update(k for _, cohort in cohorts for k in cohort)
         if engine.remote:
             self._check_finite(round_)
@@ -182,10 +184,10 @@ class FederatedTraining(ABC):
         """
         return self.setup.group_of[client] if self.setup.groups and not remote else region.number
 
-    def _across_groups(self, present: Sequence[Region], tally: Tally) -> None:
+    def _across_groups(self, tally: Tally) -> None:
         began = time.perf_counter()
         with self._stream("across groups"):
-            self.setup.method.across_groups([self.regional[region.number] for region in present])
+            self.setup.method.across_groups(list(self.regional.values()))
         tally.server_seconds += time.perf_counter() - began
 
     def _state_of(self, client: int) -> int:

@@ -40,7 +40,7 @@ SETTINGS: dict[str, Any] = {
     "eval_every": 0,
     "engine": "inline",
 }
-METHODS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {  # by the method, and a word where it is there twice
     "local": {},
     "feddistill": {},
     "fedmd": {"average_weights": False},
@@ -49,12 +49,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "fml": {},
     "fedkd": {"T_rounds": 15},
     "lg-fedavg": {},
+    "lg-fedavg+fedgen": {},
     "fedavg": {},
     "fedgkd": {},
+    "fedgkd across": {"across": True},
     "fedkf": {},
+    "fedkf across": {"across": True},
     "feddf": {"server_steps": 50},
     "lkd": {"server_epochs": 5},
     "fedhyb": {"variant": "3"},
+    "dafkd": {},
 }
 COLUMNS = {  # in per cent
     "test set": "final_accuracy",
@@ -65,7 +69,7 @@ COLUMNS = {  # in per cent
 
 
 def place(out: Path, method: str, seed: int) -> Path:
-    return out / f"{method}-{seed}"
+    return out / f"{method.replace(' ', '-')}-{seed}"
 
 
 def carry_out(out: Path, method: str, seed: int, data_dir: str) -> None:
@@ -76,7 +80,7 @@ def carry_out(out: Path, method: str, seed: int, data_dir: str) -> None:
     if (path / "config.toml").is_file():
         fedstill.resume(path)
         return
-    fedstill.run(method, **SETTINGS, seed=seed, data_dir=data_dir, hyper=METHODS[method], out=path)
+    fedstill.run(method.split()[0], **SETTINGS, seed=seed, data_dir=data_dir, hyper=METHODS[method], out=path)
 
 
 def table(out: Path, seeds: Sequence[int]) -> str:

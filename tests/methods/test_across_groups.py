@@ -15,7 +15,7 @@ from fedstill.building.config import resolve
 from fedstill.building.groups import Group
 from fedstill.building.setup import Setup, prepare
 from fedstill.core import tree
-from fedstill.distill.generators import TransposedGenerator
+from fedstill.distill.generators import FeatureGenerator, TransposedGenerator
 from fedstill.methods.dafkd import DaFKD
 from fedstill.methods.fedkf import FedKF
 from fedstill.models import Classifier
@@ -23,10 +23,11 @@ from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs
 from fedstill.train.loop import Batch
 from fedstill.train.task import Samples, classifier
-from support.play import averaged, epochs_of, kl, loaded, noted_targets, stream
+from support.play import averaged, epochs_of, kl, loaded, noted_targets, pairwise_diversity, stream
 from support.quick import TINY
 from support.recorder import Round
-from support.wiretap import LR, descend, taped
+from support.runs import numbers
+from support.wiretap import LR, descend, taped, without
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -239,3 +240,79 @@ def test_dafkds_other_variants_run_across_groups(setting: tuple[str, Any]) -> No
         assert all(tree.nbytes(up) == sum(part.nbytes for part in wire.up.values()) for up in crossed.up.values())
         start = averaged(crossed, uniform=True)
         assert not torch.allclose(rounds[2][group.name].down["model"], start), "its student has learnt"
+
+
+# --- FedGen on a shared head ------------------------------------------------------------------------------------
+
+SHARED: dict[str, Any] = {"model_options": {"feature_size": 6}, "hidden": 7, "z_dim": 5, "generator_batch": 6}
+SHARED |= {"generator_steps": 4, "generator_lr": 0.01, "rounds": 3}
+HEAD = 6 * 10 + 10
+
+
+def feature_generator(vector: Tensor) -> FeatureGenerator:
+    found: FeatureGenerator = loaded(FeatureGenerator(10, 6, 7, 5), vector)
+    return found
+
+
+def test_fedgens_generator_learns_from_the_heads_of_all_networks() -> None:
+    """diversity + sum_k weight_k(y) CE(h_k(G(y)), y), as in one network; one generator for all groups."""
+    _, tape = taped("lg-fedavg+fedgen", **MIXED | SHARED)
+    generator = feature_generator(tape[0].down["feature_generator"])
+    adam = torch.optim.Adam(generator.parameters(), weight_decay=1e-2)
+    for crossed, following in zip(tape, tape[1:], strict=False):
+        assert {name: len(part) for name, part in crossed.up[0].items()} == {"head": HEAD, "counts": 10}
+        assert len(crossed.cohort) == 6, "one downlink for clients of all networks"
+        assert_equal(following.down["head"], averaged(crossed, "head"))
+        adam.param_groups[0]["lr"] = 0.01 * 0.98 ** (crossed.number - 1)
+        counts = torch.stack([up["counts"].double() for up in crossed.up.values()])
+        shares = torch.where(counts.sum(0) > 0, counts / counts.sum(0).clamp(min=1), 1 / len(counts))
+        rng = stream("server: generator", crossed.number)
+        for _ in range(4):
+            y, z = torch.randint(0, 10, (6,), generator=rng), torch.rand(6, 5, generator=rng)
+            made = generator(z, y)
+            loss = pairwise_diversity(z, made)
+            for up, share in zip(crossed.up.values(), shares, strict=True):
+                weight, bias = up["head"][:60].view(10, 6), up["head"][60:]
+                loss = loss - (share[y] * (made @ weight.T + bias).log_softmax(1)[torch.arange(6), y]).mean()
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+        found = feature_generator(following.down["feature_generator"]).state_dict()
+        for name, tensor in generator.state_dict().items():
+            assert_equal(found[name], tensor, rtol=1e-5, atol=1e-7)  # counts are float32
+
+
+def test_fedgens_clients_of_every_network_learn_from_generated_features() -> None:
+    weights = {"hyper": {"alpha": 2.0, "beta": 3.0}}
+    setup = setup_of("lg-fedavg+fedgen", **SHARED | weights)
+    _, tape = taped("lg-fedavg+fedgen", **MIXED | SHARED | weights | {"rounds": 2})
+    own: dict[int, Tensor] = {}
+    for crossed in tape:
+        for k, up in crossed.up.items():
+            group = setup.groups[setup.group_of[k]]
+            net, (x, y) = network(group, own.get(k, group.task.initial)), samples_of(setup, k)
+            with torch.no_grad():
+                net.head.weight.copy_(crossed.down["head"][:60].view(10, 6))
+                net.head.bias.copy_(crossed.down["head"][60:])
+            rng, frozen = stream("generated", crossed.number, k), feature_generator(crossed.down["feature_generator"])
+            frozen.eval()
+            for ids in orders(setup, k, crossed.number):
+                loss = F.cross_entropy(net(x[ids]), y[ids])
+                if crossed.number > 1:
+                    drawn = torch.randint(0, 10, (6,), generator=rng)
+                    made = frozen(torch.rand(6, 5, generator=rng), drawn).detach()
+                    teacher = net.head(frozen(torch.rand(len(ids), 5, generator=rng), y[ids])).softmax(1).detach()
+                    both = 2 * F.cross_entropy(net.head(made), drawn) + 3 * kl(teacher, net(x[ids]))
+                    loss = loss + 0.98 * both
+                descend(net, loss, LR)
+            own[k] = torch.cat([p.detach().flatten() for p in net.parameters()])
+            assert_equal(up["head"], own[k][-HEAD:])
+
+
+def test_fedgen_that_counts_for_nothing_is_lg_fedavg() -> None:
+    nothing = SHARED | {"hyper": {"alpha": 0.0, "beta": 0.0}}
+    plain = {"model_options": SHARED["model_options"]}
+    (zero, _), (averaging, _) = (
+        taped(name, **MIXED | own) for name, own in (("lg-fedavg+fedgen", nothing), ("lg-fedavg", plain))
+    )
+    assert without(numbers(zero), "bytes_down", "bytes_up") == without(numbers(averaging), "bytes_down", "bytes_up")

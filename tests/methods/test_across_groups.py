@@ -126,7 +126,11 @@ def test_fedkfs_generator_and_student_see_the_groups_mean_logits_and_their_own_f
     setup = setup_of("fedkf", across=True, gamma=0.7, width=2, z_dim=3, gen_first=gen_first)
     (group, other), method = setup.groups, setup.method
     assert isinstance(method, FedKF)
-    down = {"model": group.task.initial, "teacher": moved(group.task.initial), "teacher-deep": moved(other.task.initial)}
+    down = {
+        "model": group.task.initial,
+        "teacher": moved(group.task.initial),
+        "teacher-deep": moved(other.task.initial),
+    }
     index, dataset = torch.from_numpy(setup.federation.train(0)), setup.federation.dataset
     data = Samples(dataset.train.x, dataset.train.y, index, dataset.normalise)
     client = Client(group.task, 0, 2, data, down)

@@ -179,7 +179,9 @@ def test_validation_is_of_each_groups_model_on_what_its_own_clients_and_the_serv
         local[group.clients] = [each.mean() for each in own]
         scores = record["groups"][group.name]
         assert scores["val_accuracy"] == pytest.approx(right.mean())
-        assert scores["val_loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, train.y[samples])), rel=1e-5)
+        assert scores["val_loss"] == pytest.approx(
+            float(nn.functional.cross_entropy(logits, train.y[samples])), rel=1e-5
+        )
         assert scores["val_amp"] == pytest.approx(np.concatenate(own).mean())
         assert scores["val_wlp"] == pytest.approx(min(each.mean() for each in own))
     assert record["val_accuracy"] == pytest.approx(np.mean([g["val_accuracy"] for g in record["groups"].values()]))

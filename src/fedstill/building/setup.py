@@ -18,6 +18,7 @@ from fedstill.building.task import Network, make_task
 from fedstill.building.topology import (
     Hierarchy,
     arrange,
+    assign,
     check_attendance,
     check_labels,
     cohort_size,
@@ -101,7 +102,8 @@ def prepare(
     if models and not isinstance(models[0], str):
         model = models[0]
     task = make_task(first_network(config), federation, method, model, proxy)
-    groups = make_groups(config, task, federation, method, models)
+    dealt = assign(config, federation.clients) if config.regional_networks else None
+    groups = make_groups(config, task, federation, method, models, dealt)
     (method if config.flat else method.regional()).check(task)
     check_labels(config.method, method, federation)
     hierarchy = arrange(config, task, federation, method, groups)

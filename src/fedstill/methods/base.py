@@ -355,6 +355,17 @@ class Method:
         server.model = weighted_mean((model, 1) for model in models)
         server.notes["stage"] = "average"
 
+    def merge_networks(self, servers: Sequence[Server], regions: Sequence[Uplink]) -> None:
+        """The same where regions have different networks: update each region's server from the regions' models.
+
+        Regions with the same network get the mean of their models. Those that are not there, or not yet, have servers
+        too.
+        """
+        for server in servers:
+            alike = [up["model"] for up in regions if up.task is not None and up.task.nets is server.task.nets]
+            server.model = weighted_mean((model, 1) for model in alike) if alike else server.model
+            server.notes["stage"] = "average"
+
     @property
     def has_final_exchange(self) -> bool:
         """Whether every client sends something once more after the last round, with `client.net` at the final model."""

@@ -130,7 +130,9 @@ class FedKF(FedAvg):
         task = client.task
         own = classifier(load_for_evaluation(task, client.down.get("teacher", client.down["model"]), "teacher"))
         sent = other_teachers.received(task, client.down) if self.across else []
-        others = [classifier(load_for_evaluation(other, weights, "teacher")) for other, weights in sent]
+        others = [  # groups may share a network: each has a role of its own
+            classifier(load_for_evaluation(other, weights, f"teacher of {other.group}")) for other, weights in sent
+        ]
         generator = self.generator(task)
         state = {} if self.reset_generator else client.state
         net = generator.load(state["generator"] if "generator" in state else generator.initial())

@@ -122,6 +122,9 @@ class Modifier(Method):
     def merge(self, server: Server, models: Sequence[Tensor]) -> None:
         self.inner.merge(server, models)
 
+    def merge_networks(self, servers: Sequence[Server], regions: Sequence[Uplink]) -> None:
+        self.inner.merge_networks(servers, regions)
+
     @property
     def has_final_exchange(self) -> bool:
         return self.inner.has_final_exchange

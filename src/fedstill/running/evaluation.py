@@ -248,10 +248,10 @@ def _validate(
     return _validation(everywhere, mean_loss, fair), table
 
 
-def tested(engine: Engine, federation: Federation, model: Tensor) -> tuple[float, IntArray]:
-    """Accuracy and confusion of a model on the global test set."""
+def tested(engine: Engine, federation: Federation, model: Tensor, region: int = 0) -> tuple[float, IntArray]:
+    """Accuracy and confusion of a model, of a region's network, on the global test set."""
     test = federation.dataset.test
-    predicted = _score(engine, model, "test", [(0, len(test.y))])["predicted"]
+    predicted = _score(engine, model, "test", [(0, len(test.y))], region=region)["predicted"]
     confusion = confusion_matrix(test.y.numpy(), predicted.numpy(), len(federation.dataset.classes))
     return _share(int(confusion.trace()), int(confusion.sum())), confusion
 

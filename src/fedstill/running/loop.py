@@ -90,7 +90,8 @@ class RoundLoop(FederatedTraining):
         config, run = self.setup.config, self.callbacks.run
         setup, regions = self.setup, self.setup.hierarchy.regions
         regional = () if setup.hierarchy.flat else tuple((region.task, region.method) for region in regions)
-        regional = tuple((group.task, setup.method) for group in setup.groups) or regional
+        if setup.hierarchy.flat and setup.groups:
+            regional = tuple((group.task, setup.method) for group in setup.groups)
         store = self.directory.client_store
         worker = Worker(
             setup.task, setup.federation, setup.method, store, regional, setup.attack, together=config.together
@@ -251,7 +252,7 @@ class RoundLoop(FederatedTraining):
 
     def _evaluate_model(self, engine: Engine) -> Evaluation:
         """Of the model, or of every group's."""
-        if self.setup.hierarchy.grouped:
+        if self.setup.hierarchy.separate:
             return next(iter(self._evaluate_groups(engine)[0].values()))
         return self._evaluate(engine, self.model())
 
@@ -263,7 +264,7 @@ class RoundLoop(FederatedTraining):
 
     def _evaluations(self, engine: Engine) -> tuple[dict[str, Evaluation], dict[str, Evaluation]]:
         """Of every model that there is; and of the first, each group's."""
-        if self.setup.hierarchy.grouped:
+        if self.setup.hierarchy.separate:
             return self._evaluate_groups(engine)
         return {name: self._evaluate(engine, model) for name, model in self.models().items()}, {}
 
@@ -271,13 +272,18 @@ class RoundLoop(FederatedTraining):
         """The evaluation of each model that every group has, over all groups; and each group's of the first."""
         by_name: dict[str, list[tuple[Group, Tensor]]] = {}
         for group in self.setup.groups:
-            for name, model in self._finite(self.setup.method.models(self.regional[group.number])).items():
+            for name, model in self._finite(self._models_of(group.number)).items():
                 by_name.setdefault(name, []).append((group, model))
         found = {
             name: evaluate_groups(engine, self.setup.federation, models, self.setup.metrics)
             for name, models in by_name.items()
         }
         return {name: whole for name, (whole, _) in found.items()}, next(iter(found.values()))[1]
+
+    def _models_of(self, number: int) -> dict[str, Tensor]:
+        """Those of a group; or of a region with a network of its own, the one that its episode ended with."""
+        server = self.regional[number]
+        return self.setup.method.models(server) if self.setup.hierarchy.flat else {"model": server.model}
 
     def round_failed(self, reason: str) -> None:
         self.callbacks.tell("on_round_failed", reason)
@@ -304,7 +310,10 @@ class RoundLoop(FederatedTraining):
     def _teachers_after(self, engine: Engine, present: Sequence[Region]) -> dict[str, float | None]:
         """How the regions' models do, one round after they met."""
         return {
-            region.name: tested(engine, self.setup.federation, self.regional_model(region))[0] for region in present
+            region.name: tested(
+                engine, self.setup.federation, self.regional_model(region), self._network_of[region.name]
+            )[0]
+            for region in present
         }
 
     def models(self) -> dict[str, Tensor]:
@@ -321,8 +330,8 @@ class RoundLoop(FederatedTraining):
         return models
 
     def _final_models(self) -> dict[str, Tensor]:
-        if self.setup.hierarchy.grouped:  # by the names of the groups, each the first of its own
-            return {region.name: self.regional_model(region) for region in self.setup.hierarchy.regions}
+        if self.setup.hierarchy.separate:  # by the names of the groups, each the first of its own
+            return {r.name: next(iter(self._models_of(r.number).values())) for r in self.setup.hierarchy.regions}
         return self.models() if self.setup.method.global_model else {}
 
     def predictor(self) -> Predictor | None:

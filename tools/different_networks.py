@@ -80,7 +80,7 @@ def carry_out(out: Path, method: str, seed: int, data_dir: str) -> None:
     if (path / "config.toml").is_file():
         fedstill.resume(path)
         return
-    fedstill.run(method.split()[0], **SETTINGS, seed=seed, data_dir=data_dir, hyper=METHODS[method], out=path)
+    fedstill.run(method.partition(" ")[0], **SETTINGS, seed=seed, data_dir=data_dir, hyper=METHODS[method], out=path)
 
 
 def table(out: Path, seeds: Sequence[int]) -> str:

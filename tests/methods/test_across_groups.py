@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -140,7 +141,8 @@ def test_fedkfs_generator_and_student_see_the_groups_mean_logits_and_their_own_f
         objective = method.prepare(client)
         ids = torch.arange(4)
         batch = Batch(data.x(ids), data.y[ids], ids)
-        assert objective.inputs is not None and objective.term is not None
+        assert objective.inputs is not None
+        assert objective.term is not None
         first = method.generator(group.task).inputs(torch.randn(4, 3, generator=client.stream("noise"))).detach()
         pictures = objective.inputs(batch)
         if objective.after is not None:
@@ -170,7 +172,7 @@ def noting(seen: list[Outputs], original: Callable[[FedKF, Outputs], Tensor]) ->
 def test_fedkfs_teachers_are_the_means_of_each_groups_own_clients() -> None:
     """T1 stays inside a group."""
     _, rounds = played("fedkf", across=True, width=2, z_dim=3)
-    for before, crossed in zip(rounds, rounds[1:], strict=False):
+    for before, crossed in pairwise(rounds):
         for name, other in zip(NAMES, reversed(NAMES), strict=True):
             assert_equal(crossed[name].down["teacher"], averaged(before[name]))  # all clients are active
             assert torch.equal(crossed[name].down[f"teacher-{other}"], crossed[other].down["teacher"])
@@ -231,7 +233,7 @@ def test_one_generator_goes_from_group_to_group_also_where_a_group_was_not_drawn
     assert all(len(crossed.cohort) == 1 for crossed in tape)
     group_of = setup_of("dafkd", **settings).group_of
     assert len({group_of[crossed.cohort[0]] for crossed in tape}) == 2, "both groups have their rounds"
-    for before, after in zip(tape, tape[1:], strict=False):
+    for before, after in pairwise(tape):
         (up,) = before.up.values()
         assert torch.equal(after.down["generator"], up["generator"])
 
@@ -263,7 +265,7 @@ def test_fedgens_generator_learns_from_the_heads_of_all_networks() -> None:
     _, tape = taped("lg-fedavg+fedgen", **MIXED | SHARED)
     generator = feature_generator(tape[0].down["feature_generator"])
     adam = torch.optim.Adam(generator.parameters(), weight_decay=1e-2)
-    for crossed, following in zip(tape, tape[1:], strict=False):
+    for crossed, following in pairwise(tape):
         assert {name: len(part) for name, part in crossed.up[0].items()} == {"head": HEAD, "counts": 10}
         assert len(crossed.cohort) == 6, "one downlink for clients of all networks"
         assert_equal(following.down["head"], averaged(crossed, "head"))

@@ -311,7 +311,7 @@ class AsDouble(torch.nn.Module):
         return said
 
 
-NETWORKS = [
+NETWORKS: list[dict[str, Any]] = [
     {"name": "north", "model": "mlp", "model_options": {"hidden": [8]}, "clients": [0, 1, 4]},
     {"name": "south", "model": "cnn", "clients": [2, 3, 5]},
 ]
@@ -370,7 +370,7 @@ def test_regions_with_different_networks_teach_one_student_for_each(monkeypatch:
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [2, 3])
 def test_a_run_of_regions_with_different_networks_goes_on_to_the_same_bits(stopped: int, tmp_path: Path) -> None:
-    settings = APART | {"region": [NETWORKS[0], NETWORKS[1] | {"joins": 3}], "epsilon": 0.0}
+    settings: dict[str, Any] = APART | {"region": [NETWORKS[0], NETWORKS[1] | {"joins": 3}], "epsilon": 0.0}
     whole = fedstill.run("f2l", **settings)
     with pytest.raises(fedstill.CallbackError):
         fedstill.run("f2l", **settings, out=tmp_path / "run", callbacks=[StopAfter(stopped)])

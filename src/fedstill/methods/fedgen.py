@@ -31,8 +31,8 @@ from fedstill.train.task import Task
 class FedGen(ServerSide):
     """A generator of features, trained on the server with the clients' heads, augments every client's data.
 
-    All it needs of a client is the head: after `lg-fedavg`, which averages heads alone, it works with any networks whose
-    features have one size, all of which then share one generator.
+    All it needs of a client is the head: after `lg-fedavg`, which averages heads alone, it works with any networks
+    whose features have one size, all of which then share one generator.
     """
 
     name: ClassVar[str] = "fedgen"

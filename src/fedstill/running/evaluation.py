@@ -188,7 +188,7 @@ def _validate_group(
     model: Tensor,
     metrics: Sequence[Metric],
 ) -> tuple[Scores, Table, dict[int, NDArray[np.bool_]]]:
-    """How a group's model does on what its own clients and the server hold out; and which of each client's are right."""
+    """How a group's model does on what its own clients and the server hold out; which of each client's are right."""
     classes, samples = len(federation.dataset.classes), held.samples
     bounds = [(int(held.offsets[k]), int(held.offsets[k + 1])) for k in group.clients]
     offsets = np.concatenate([[0], np.cumsum([stop - start for start, stop in bounds])])
@@ -248,7 +248,7 @@ def _validate(
     return _validation(everywhere, mean_loss, fair), table
 
 
-def tested(engine: Engine, federation: Federation, model: Tensor, region: int = 0) -> tuple[float, IntArray]:
+def tested(engine: Engine, federation: Federation, model: Tensor, region: int) -> tuple[float, IntArray]:
     """Accuracy and confusion of a model, of a region's network, on the global test set."""
     test = federation.dataset.test
     predicted = _score(engine, model, "test", [(0, len(test.y))], region=region)["predicted"]

@@ -89,9 +89,8 @@ class RoundLoop(FederatedTraining):
     def _run_rounds(self) -> Summary:
         config, run = self.setup.config, self.callbacks.run
         setup, regions = self.setup, self.setup.hierarchy.regions
-        regional = () if setup.hierarchy.flat else tuple((region.task, region.method) for region in regions)
-        if setup.hierarchy.flat and setup.groups:
-            regional = tuple((group.task, setup.method) for group in setup.groups)
+        by_group = tuple((group.task, setup.method) for group in setup.groups)
+        regional = by_group if setup.hierarchy.flat else tuple((region.task, region.method) for region in regions)
         store = self.directory.client_store
         worker = Worker(
             setup.task, setup.federation, setup.method, store, regional, setup.attack, together=config.together

@@ -289,17 +289,18 @@ def test_fedgens_generator_learns_from_the_heads_of_all_networks() -> None:
 
 
 def test_fedgens_clients_of_every_network_learn_from_generated_features() -> None:
-    weights = {"hyper": {"alpha": 2.0, "beta": 3.0}}
-    setup = setup_of("lg-fedavg+fedgen", **SHARED | weights)
-    _, tape = taped("lg-fedavg+fedgen", **MIXED | SHARED | weights | {"rounds": 2})
+    strong = {"hyper": {"alpha": 2.0, "beta": 3.0}}
+    setup = setup_of("lg-fedavg+fedgen", **SHARED | strong)
+    _, tape = taped("lg-fedavg+fedgen", **MIXED | SHARED | strong | {"rounds": 2})
     own: dict[int, Tensor] = {}
     for crossed in tape:
         for k, up in crossed.up.items():
             group = setup.groups[setup.group_of[k]]
             net, (x, y) = network(group, own.get(k, group.task.initial)), samples_of(setup, k)
+            weights = dict(net.head.named_parameters())
             with torch.no_grad():
-                net.head.weight.copy_(crossed.down["head"][:60].view(10, 6))
-                net.head.bias.copy_(crossed.down["head"][60:])
+                weights["weight"].copy_(crossed.down["head"][:60].view(10, 6))
+                weights["bias"].copy_(crossed.down["head"][60:])
             rng, frozen = stream("generated", crossed.number, k), feature_generator(crossed.down["feature_generator"])
             frozen.eval()
             for ids in orders(setup, k, crossed.number):

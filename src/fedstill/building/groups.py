@@ -152,7 +152,7 @@ def _check(method: Method, groups: Sequence[Group]) -> None:
     if len(groups) > 1 and needed == "one":
         raise SettingError(
             f"{names} needs one network for all clients, and there are {len(groups)}; with any networks work local, "
-            "fedproto, fedtgp, feddistill, fml, fedkd and lg-fedavg, with one for each group fedavg and feddf"
+            "fedproto, fedtgp, feddistill, fml, fedkd and lg-fedavg, with one for each group fedavg, feddf and dafkd"
         )
     widths = {group.name: group.task.feature_dim for group in groups} if needed in ("features", "head") else {}
     if len(set(widths.values())) > 1:

@@ -346,12 +346,9 @@ class Config(BaseModel):
         if self.models and self.group:
             raise SettingError("models and [[group]] both say which clients have which network; leave one out")
         if self.regional_networks:
-            return [
-                GroupSettings(
-                    name=r.name or f"region {i + 1}", model=r.model or self.model, model_options=r.model_options
-                )
-                for i, r in enumerate(self.region)
-            ]
+            named = [(own.name or f"region {i}", own) for i, own in enumerate(self.region, 1)]
+            tables = [{"name": n, "model": r.model or self.model, "model_options": r.model_options} for n, r in named]
+            return [GroupSettings.model_validate(table) for table in tables]
         return self.group or [GroupSettings.model_validate({"model": name}) for name in dict.fromkeys(self.models)]
 
     def each_region(self) -> list[RegionSettings]:

@@ -228,6 +228,7 @@ class Method:
     needs_server_labels: ClassVar[bool] = False  # samples with labels on the server: the setting `pool`
     changes_model: ClassVar[bool] = False
     extra_information: ClassVar[str] = ""  # what clients reveal beyond weights, in words
+    other_networks: ClassVar[str] = ""  # what `networks` is with other settings, in words
     # Names that methods which are composed may not share: keys of `server.state` and of `client.state`, and purposes of
     # the random streams it draws from.
     server_keys: ClassVar[tuple[str, ...]] = ()

@@ -39,6 +39,7 @@ class FedGen(ServerSide):
     paper: ClassVar[str] = "Zhu et al. 2021"
     revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
     extra_information: ClassVar[str] = "number of samples of each class"
+    other_networks: ClassVar[str] = "as lg-fedavg+fedgen features and heads of one size"
     server_keys: ClassVar[tuple[str, ...]] = ("feature_generator", "generator optimizer")
     streams: ClassVar[tuple[str, ...]] = ("generated", "generator")
     works_on: ClassVar[tuple[str, ...]] = ("model", "head")

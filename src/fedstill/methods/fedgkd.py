@@ -43,6 +43,7 @@ class FedGKD(FedAvg):
 
     name: ClassVar[str] = "fedgkd"
     paper: ClassVar[str] = "Yao et al. 2022"
+    other_networks: ClassVar[str] = "with across=true all groups teach all"
     server_keys: ClassVar[tuple[str, ...]] = ("history", other_teachers.TEACHER)
 
     gamma: Annotated[float, Ge(0), Search("log:0.02..2"), "weight of the teacher; the loss has gamma/2"] = 0.2

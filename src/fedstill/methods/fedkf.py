@@ -41,6 +41,7 @@ class FedKF(FedAvg):
     name: ClassVar[str] = "fedkf"
     paper: ClassVar[str] = "Zhou et al. 2022"
     revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
+    other_networks: ClassVar[str] = "with across=true all groups teach all"
     server_keys: ClassVar[tuple[str, ...]] = ("cache", "oca", other_teachers.TEACHER)
     client_keys: ClassVar[tuple[str, ...]] = ("generator", "optimizer")
     streams: ClassVar[tuple[str, ...]] = ("noise",)

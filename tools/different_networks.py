@@ -113,11 +113,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data-dir", default="")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD", help="only these"
+    )
     parser.add_argument("--table", action="store_true", help="run nothing")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     for seed in [] if given.table else given.seeds:
-        for method in METHODS:
+        for method in given.methods:
             carry_out(given.out, method, seed, given.data_dir)
             write_atomic(given.out / "table.md", table(given.out, given.seeds))
     print(table(given.out, given.seeds))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fedstill
-from fedstill.building.config import resolve
+from fedstill.building.config import fixed, resolve
 from fedstill.building.setup import prepare
 from fedstill.building.topology import Hierarchy
 from fedstill.distill.split import Split
@@ -21,6 +21,7 @@ from fedstill.methods.base import Server, Uplink
 from fedstill.methods.lkd import LKD
 from fedstill.metrics.records import RoundRecord, value_of
 from fedstill.running.callbacks import Callback, RunView
+from fedstill.running.loop import refuse_changes
 from fedstill.running.result import Result
 from fedstill.studies.reteach import SavedEpisode
 from fedstill.train.evaluate import Outputs
@@ -414,3 +415,17 @@ def test_the_command_line_shows_episodes_and_confusion(tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
     flat = command("episodes", str(tmp_path))
     assert flat.code == 2
+
+
+def test_a_run_of_before_there_were_these_settings_goes_on() -> None:
+    now = fixed(resolve({"method": "fedgkd", "region": [{"name": "north"}, {"name": "south"}]}))
+    region = now["region"].replace("'model': '', 'model_options': {}, ", "")
+    before = now | {"hyper": now["hyper"].replace(", 'across': False", ""), "region": region}
+    assert {name for name in now if before[name] != now[name]} == {"hyper", "region"}
+    refuse_changes(before, now)
+    other = fixed(resolve({"method": "fedgkd", "across": True, "region": [{"name": "north"}, {"name": "south"}]}))
+    with pytest.raises(fedstill.SettingError, match="hyper was"):
+        refuse_changes(before, other)
+    elsewhere = fixed(resolve({"method": "fedgkd", "region": [{"name": "north", "model": "cnn"}, {"name": "south"}]}))
+    with pytest.raises(fedstill.SettingError, match="region was"):
+        refuse_changes(before, elsewhere)

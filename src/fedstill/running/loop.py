@@ -6,6 +6,7 @@ evaluated, callbacks hear of it, and the round is recorded and kept.
 
 from __future__ import annotations
 
+import ast
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedstill.building.config import anchored, fixed
+from fedstill.building.config import anchored, fixed, is_object
 from fedstill.building.groups import Group
 from fedstill.building.setup import Setup, majority
 from fedstill.building.topology import Region
@@ -24,6 +25,7 @@ from fedstill.core.errors import Diverged, SettingError
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Worker
 from fedstill.inference.predictor import Predictor
+from fedstill.methods import registry
 from fedstill.metrics.records import BestAndFinal, RoundRecord, Scores, Summary
 from fedstill.running.callbacks import Callback, Callbacks, RunView
 from fedstill.running.directory import RunDirectory, without_nan
@@ -354,8 +356,21 @@ class RoundLoop(FederatedTraining):
 def refuse_changes(before: dict[str, str], now: dict[str, str]) -> None:
     """A run goes on with the settings it began with."""
     for name in sorted(before.keys() & now.keys()):
-        if before[name] != now[name]:
+        if before[name] != now[name] and not _only_added(name, before[name], now):
             raise SettingError(
                 f"{name} was {before[name]} when the run began and is {now[name]} in its config.toml; put it back, "
                 "or start another run"
             )
+
+
+def _only_added(name: str, before: str, now: dict[str, str]) -> bool:
+    """Whether the run began before there were some of the settings, and these have the values that it had."""
+    try:
+        old, new, method = (ast.literal_eval(text) for text in (before, now[name], now["method"]))
+    except (KeyError, SyntaxError, ValueError):  # an object of the user's own
+        return False
+    if name == "hyper" and not is_object(method):
+        return bool(registry.added_settings(method) | old == new)
+    if name == "region":
+        return [{"model": "", "model_options": {}} | table for table in old] == new
+    return False

@@ -372,5 +372,5 @@ def _only_added(name: str, before: str, now: dict[str, str]) -> bool:
     if name == "hyper" and not is_object(method):
         return bool(registry.added_settings(method) | old == new)
     if name == "region":
-        return [{"model": "", "model_options": {}} | table for table in old] == new
+        return bool([{"model": "", "model_options": {}} | table for table in old] == new)
     return False

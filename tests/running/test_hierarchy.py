@@ -381,6 +381,13 @@ def test_a_run_of_regions_with_different_networks_goes_on_to_the_same_bits(stopp
     assert whole.records[1]["groups"]["south"]["loss"] != pytest.approx(np.log(10), abs=1e-3), "others have taught it"
 
 
+@pytest.mark.slow
+def test_regions_with_different_networks_give_the_same_bits_with_workers() -> None:
+    settings: dict[str, Any] = APART | {"region": NETWORKS, "epsilon": 0.0}
+    inline, workers = (fedstill.run("f2l", **settings | e) for e in ({}, {"engine": "process", "workers": 2}))
+    assert untimed(inline) == untimed(workers)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

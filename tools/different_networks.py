@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
     "fraction": 0.1,
     "pool": 0.1,
     "proxy": "pool",
-    "rounds": 20,
+    "rounds": 15,
     "epochs": 2,
     "batch_size": 32,
     "optimizer": "adam",
@@ -40,19 +40,25 @@ SETTINGS: dict[str, Any] = {
     "eval_every": 0,
     "engine": "inline",
 }
-METHODS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {  # by the method, and a word where it is there twice
     "local": {},
     "feddistill": {},
     "fedmd": {"average_weights": False},
     "fedproto": {},
     "fedtgp": {},
     "fml": {},
-    "fedkd": {"T_rounds": 20},
+    "fedkd": {"T_rounds": 15},
     "lg-fedavg": {},
+    "lg-fedavg+fedgen": {},
     "fedavg": {},
+    "fedgkd": {},
+    "fedgkd across": {"across": True},
+    "fedkf": {},
+    "fedkf across": {"across": True},
     "feddf": {"server_steps": 50},
     "lkd": {"server_epochs": 5},
     "fedhyb": {"variant": "3"},
+    "dafkd": {},
 }
 COLUMNS = {  # in per cent
     "test set": "final_accuracy",
@@ -63,7 +69,7 @@ COLUMNS = {  # in per cent
 
 
 def place(out: Path, method: str, seed: int) -> Path:
-    return out / f"{method}-{seed}"
+    return out / f"{method.replace(' ', '-')}-{seed}"
 
 
 def carry_out(out: Path, method: str, seed: int, data_dir: str) -> None:
@@ -74,7 +80,7 @@ def carry_out(out: Path, method: str, seed: int, data_dir: str) -> None:
     if (path / "config.toml").is_file():
         fedstill.resume(path)
         return
-    fedstill.run(method, **SETTINGS, seed=seed, data_dir=data_dir, hyper=METHODS[method], out=path)
+    fedstill.run(method.partition(" ")[0], **SETTINGS, seed=seed, data_dir=data_dir, hyper=METHODS[method], out=path)
 
 
 def table(out: Path, seeds: Sequence[int]) -> str:
@@ -107,11 +113,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data-dir", default="")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD", help="only these"
+    )
     parser.add_argument("--table", action="store_true", help="run nothing")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     for seed in [] if given.table else given.seeds:
-        for method in METHODS:
+        for method in given.methods:
             carry_out(given.out, method, seed, given.data_dir)
             write_atomic(given.out / "table.md", table(given.out, given.seeds))
     print(table(given.out, given.seeds))

@@ -170,7 +170,8 @@ SHORT: dict[str, dict[str, Any]] = {
     "ccvr": {"calibration_epochs": 1},
 }
 TRAINING = ("batches", "augment")  # streams of the training loop itself
-NOT_HERE = {"digest", "model", "sub-networks", "ccvr"}  # with other settings only, or not in a checkpoint
+# With other settings or different networks only, or not in a checkpoint.
+NOT_HERE = {"digest", "model", "sub-networks", "ccvr", "group teacher", "student"}
 
 
 @pytest.mark.slow

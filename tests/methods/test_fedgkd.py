@@ -186,7 +186,10 @@ def test_one_buffered_model_teaches_like_a_buffer_of_one() -> None:
 
 
 def test_the_papers_settings_are_the_defaults() -> None:
-    assert registry.settings_of(registry.make("fedgkd")) == {"gamma": 0.2, "buffer": 5, "regulariser": "kl"}
+    assert (
+        registry.settings_of(registry.make("fedgkd")).items()
+        >= {"gamma": 0.2, "buffer": 5, "regulariser": "kl"}.items()
+    )
     vote = registry.settings_of(registry.make("fedgkd-vote"))
     assert (vote["lambda"], vote["buffer"]) == (0.1, 5)
 

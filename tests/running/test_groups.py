@@ -104,9 +104,13 @@ def test_features_of_one_size_let_networks_share_prototypes_and_heads() -> None:
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["fedtgp", *map(slow, ("fedkd", "feddf", "lkd", "fedprox+t1", "lg-fedavg"))])
+@pytest.mark.parametrize(
+    "method",
+    ["fedtgp", *map(slow, ("fedkd", "feddf", "lkd", "dafkd", "fedprox+t1", "lg-fedavg", "fedgkd", "fedkf"))],
+)
 def test_the_same_bits_after_a_kill_in_every_round(method: str, tmp_path: Path) -> None:
-    settings = run_of(method.removesuffix("+t1"))
+    across = {"across": True} if method in ("fedgkd", "fedkf") else {}
+    settings = run_of(method.removesuffix("+t1")) | across
     whole = fedstill.run(method, **settings, out=tmp_path / "whole")
     fedstill.run(method, **settings | {"rounds": 1}, out=tmp_path / "cut")
     again = fedstill.resume(tmp_path / "cut", rounds=2)
@@ -115,9 +119,13 @@ def test_the_same_bits_after_a_kill_in_every_round(method: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedproto", "feddf"])
-def test_the_same_bits_with_workers(method: str) -> None:
-    inline, workers = (fedstill.run(method, **run_of(method) | e) for e in ({}, {"engine": "process", "workers": 2}))
+@pytest.mark.parametrize(
+    ("method", "own"),
+    [("fedproto", {}), ("feddf", {}), ("dafkd", {}), ("fedgkd", {"across": True}), ("fedkf", {"across": True})],
+)
+def test_the_same_bits_with_workers(method: str, own: dict[str, Any]) -> None:
+    settings = run_of(method) | own
+    inline, workers = (fedstill.run(method, **settings | e) for e in ({}, {"engine": "process", "workers": 2}))
     assert numbers(inline) == numbers(workers)
 
 
@@ -125,12 +133,16 @@ def test_the_same_bits_with_workers(method: str) -> None:
     ("method", "own"),
     [
         ("fedavg", {"models": ["mlp", "mlp"]}),  # one group
+        pytest.param("dafkd", {"models": ["mlp", "mlp"]} | QUICK["dafkd"], marks=pytest.mark.slow),
+        ("fedgkd", {"models": ["mlp", "mlp"], "across": True}),
+        pytest.param("fedkf", {"models": ["mlp", "mlp"], "across": True} | QUICK["fedkf"], marks=pytest.mark.slow),
         ("fedproto", {"group": [{"name": name, "model": "mlp"} for name in ("a", "b")]}),  # no weights cross
     ],
 )
 def test_where_all_networks_are_one_the_bits_are_those_of_the_homogeneous_run(method: str, own: dict[str, Any]) -> None:
     plain = _without(TINY, "model") | {"rounds": 2}
-    alone, groups = fedstill.run(method, model="mlp", **plain), fedstill.run(method, **plain, **own)
+    hyper = _without(own, "models", "group", "across")
+    alone, groups = fedstill.run(method, model="mlp", **plain, **hyper), fedstill.run(method, **plain, **own)
     assert _all_without(groups, "groups") == numbers(alone)
 
 
@@ -147,6 +159,52 @@ def test_every_clients_tests_are_those_of_its_groups_model(tmp_path: Path) -> No
     tests = setup.federation.test_sizes
     pooled = np.average(columns["accuracy"][tests > 0], weights=tests[tests > 0])
     assert result.records[-1]["amp"] == pytest.approx(pooled)
+
+
+def test_validation_is_of_each_groups_model_on_what_its_own_clients_and_the_server_hold_out(tmp_path: Path) -> None:
+    settings = run_of("fedavg") | {"validation": 0.25, "pool": 0.1, "rounds": 1}
+    result = fedstill.run("fedavg", **settings, out=tmp_path / "run")
+    setup = prepare(resolve({"method": "fedavg"} | settings))
+    held, train = setup.federation.validation, setup.federation.dataset.train
+    assert held is not None
+    record, local = result.records[-1], np.zeros(6)
+    for group in setup.groups:
+        network = fedstill.load(tmp_path / "run", which=group.name).module.network
+        parts = [held.of(k) for k in group.clients] + [held.pool_index]
+        samples = torch.from_numpy(np.concatenate(parts))
+        with torch.no_grad():
+            logits = network(setup.task.dataset.normalise(train.x[samples]))
+        right = (logits.argmax(1) == train.y[samples]).double().numpy()
+        own = np.split(right, np.cumsum([len(part) for part in parts])[:-1])[:-1]
+        local[group.clients] = [each.mean() for each in own]
+        scores = record["groups"][group.name]
+        assert scores["val_accuracy"] == pytest.approx(right.mean())
+        assert scores["val_loss"] == pytest.approx(
+            float(nn.functional.cross_entropy(logits, train.y[samples])), rel=1e-5
+        )
+        assert scores["val_amp"] == pytest.approx(np.concatenate(own).mean())
+        assert scores["val_wlp"] == pytest.approx(min(each.mean() for each in own))
+    assert record["val_accuracy"] == pytest.approx(np.mean([g["val_accuracy"] for g in record["groups"].values()]))
+    assert record["val_amp"] == pytest.approx(np.average(local, weights=held.sizes))
+    assert record["val_wlp"] == pytest.approx(local.min())
+    assert record["val_fm"] == pytest.approx(local.var())
+    assert result.summary["groups"]["small"]["final_val_amp"] == record["groups"]["small"]["val_amp"]  # type: ignore[typeddict-item]
+
+
+def test_where_clients_keep_their_own_models_validation_is_of_these_by_group() -> None:
+    settings = run_of("local") | {"validation": 0.25, "rounds": 1, "participation": 1.0}
+    record = fedstill.run("local", **settings).records[-1]
+    by_group = [scores["val_amp"] for scores in record["groups"].values()]
+    assert record["val_amp"] == pytest.approx(np.mean(by_group))  # three clients each
+    assert record["val_wlp"] == min(scores["val_wlp"] for scores in record["groups"].values())
+
+
+@pytest.mark.parametrize("method", ["fedgkd", slow("fedkf")])
+def test_with_gamma_zero_groups_that_teach_each_other_are_fedavg_in_each(method: str) -> None:
+    settings = run_of(method) | {"eval_every": 1} | ({"t1": False} if method == "fedkf" else {})
+    zero = fedstill.run(method, **settings, across=True, gamma=0.0)
+    plain = fedstill.run("fedavg", **run_of("fedavg") | {"eval_every": 1})
+    assert _all_without(zero, "bytes_down") == _all_without(plain, "bytes_down")
 
 
 @pytest.mark.slow

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import fedstill
-from fedstill.building.config import resolve
+from fedstill.building.config import fixed, resolve
 from fedstill.building.setup import prepare
 from fedstill.building.topology import Hierarchy
+from fedstill.distill.split import Split
 from fedstill.methods import registry
+from fedstill.methods.base import Server, Uplink
+from fedstill.methods.lkd import LKD
 from fedstill.metrics.records import RoundRecord, value_of
 from fedstill.running.callbacks import Callback, RunView
+from fedstill.running.loop import refuse_changes
 from fedstill.running.result import Result
 from fedstill.studies.reteach import SavedEpisode
+from fedstill.train.evaluate import Outputs
 from support.commandline import fedstill as command
-from support.runs import SMALL, RunSmall, numbers, weights
+from support.runs import SMALL, RunSmall, numbers, slow, weights
 
 NINE: dict[str, Any] = {"clients": 9, "rounds": 4, "rounds_per_episode": 2}
 POOL: dict[str, Any] = {"pool": 0.2, "server_epochs": 1}
@@ -305,6 +312,102 @@ class AsDouble(torch.nn.Module):
         return said
 
 
+NETWORKS: list[dict[str, Any]] = [
+    {"name": "north", "model": "mlp", "model_options": {"hidden": [8]}, "clients": [0, 1, 4]},
+    {"name": "south", "model": "cnn", "clients": [2, 3, 5]},
+]
+APART: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "model"} | POOL | {"rounds": 4, "rounds_per_episode": 2}
+
+
+@pytest.mark.parametrize("method", ["f2l", slow("lkd"), slow("fedavg")])
+def test_regions_that_name_the_same_network_are_merged_as_if_it_were_the_runs(method: str, run_small: RunSmall) -> None:
+    own = {} if method == "fedavg" else POOL
+    plain = [{"name": "north"}, {"name": "south"}]
+    common = run_small(method, **NINE, **own, region=plain)
+    named = run_small(method, **NINE, **own, region=[region | {"model": "cnn"} for region in plain])
+    assert torch.equal(weights(named), weights(common))
+    for one, other in zip(untimed(named), untimed(common), strict=True):
+        assert one.get("episode", {}).get("teachers") == other.get("episode", {}).get("teachers")
+        assert one["bytes_up"] == other["bytes_up"]
+
+
+def test_regions_with_different_networks_teach_one_student_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All regions' models are the teachers, each through its own network; the old one is what the last episode gave."""
+    merged: list[Sequence[Uplink]] = []
+    taught: list[tuple[int, Tensor, Tensor]] = []
+    merge, distil = LKD.merge_networks, LKD.distil_outputs
+
+    def merging(self: LKD, servers: Sequence[Server], regions: Sequence[Uplink]) -> None:
+        merged.append(regions)
+        merge(self, servers, regions)
+
+    def distilling(
+        self: LKD, server: Server, old: Tensor, pool: Split, outputs: Sequence[Outputs], began: float
+    ) -> None:
+        x = pool.samples.x(torch.arange(len(pool.samples)))
+        for up, found in zip(merged[-1], outputs, strict=True):
+            assert up.task is not None
+            net = up.task.build()
+            net.load(up["model"])
+            with torch.no_grad():
+                torch.testing.assert_close(found.logits, net.module.eval()(x), rtol=1e-4, atol=1e-5)
+        assert torch.equal(server.model, merged[-1][server.region]["model"])  # the mean of one
+        distil(self, server, old, pool, outputs, began)
+        taught.append((server.region, old, server.model))
+
+    monkeypatch.setattr(LKD, "merge_networks", merging)
+    monkeypatch.setattr(LKD, "distil_outputs", distilling)
+    result = fedstill.run("f2l", **APART, region=NETWORKS, epsilon=0.0)
+    assert [len(regions) for regions in merged] == [2, 2]
+    assert [region for region, _, _ in taught] == [0, 1, 0, 1]
+    for first, second in zip(taught[:2], taught[2:], strict=True):
+        assert torch.equal(second[1], first[2])
+    record = result.records[-1]
+    assert set(record["groups"]) == set(record["episode"]["regions"]) == {"north", "south"}
+    assert record["episode"]["stage"] == "lkd"
+    assert record["episode"]["bytes"] == 2 * 4 * sum(len(up["model"]) for up in merged[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [2, 3])
+def test_a_run_of_regions_with_different_networks_goes_on_to_the_same_bits(stopped: int, tmp_path: Path) -> None:
+    settings: dict[str, Any] = APART | {"region": [NETWORKS[0], NETWORKS[1] | {"joins": 3}], "epsilon": 0.0}
+    whole = fedstill.run("f2l", **settings)
+    with pytest.raises(fedstill.CallbackError):
+        fedstill.run("f2l", **settings, out=tmp_path / "run", callbacks=[StopAfter(stopped)])
+    again = fedstill.resume(tmp_path / "run")
+    assert untimed(again) == untimed(whole)
+    assert "south" not in whole.records[1]["episode"]["regions"]
+    assert whole.records[1]["groups"]["south"]["loss"] != pytest.approx(np.log(10), abs=1e-3), "others have taught it"
+
+
+@pytest.mark.slow
+def test_regions_with_different_networks_give_the_same_bits_with_workers() -> None:
+    settings: dict[str, Any] = APART | {"region": NETWORKS, "epsilon": 0.0}
+    inline, workers = (fedstill.run("f2l", **settings | e) for e in ({}, {"engine": "process", "workers": 2}))
+    assert untimed(inline) == untimed(workers)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"fixed_regions": False}, "clients would change their network with the region"),
+        ({"save_teachers": True}, "save_teachers keeps models of one network"),
+        ({"save_models": 1}, "save_models keeps one model"),
+        ({"models": ["mlp", "cnn"]}, "or give each"),
+        ({"method": "fedproto"}, "needs features of one size|has no global model"),
+        ({"method": "fedavg+ccvr"}, "needs one network for all clients"),
+    ],
+)
+def test_what_cannot_work_with_networks_of_regions_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(fedstill.SettingError, match=words):
+        prepare(resolve({"method": "f2l"} | _without_epochs(APART) | {"region": NETWORKS} | settings))
+
+
+def _without_epochs(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name != "server_epochs"}
+
+
 @pytest.mark.slow
 def test_the_command_line_shows_episodes_and_confusion(tmp_path: Path) -> None:
     small = [f"--set={k}={v}" for k, v in (SMALL | NINE | POOL).items() if k not in ("clients", "rounds", "model")]
@@ -319,3 +422,17 @@ def test_the_command_line_shows_episodes_and_confusion(tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
     flat = command("episodes", str(tmp_path))
     assert flat.code == 2
+
+
+def test_a_run_of_before_there_were_these_settings_goes_on() -> None:
+    now = fixed(resolve({"method": "fedgkd", "region": [{"name": "north"}, {"name": "south"}]}))
+    region = now["region"].replace("'model': '', 'model_options': {}, ", "")
+    before = now | {"hyper": now["hyper"].replace(", 'across': False", ""), "region": region}
+    assert {name for name in now if before[name] != now[name]} == {"hyper", "region"}
+    refuse_changes(before, now)
+    other = fixed(resolve({"method": "fedgkd", "across": True, "region": [{"name": "north"}, {"name": "south"}]}))
+    with pytest.raises(fedstill.SettingError, match="hyper was"):
+        refuse_changes(before, other)
+    elsewhere = fixed(resolve({"method": "fedgkd", "region": [{"name": "north", "model": "cnn"}, {"name": "south"}]}))
+    with pytest.raises(fedstill.SettingError, match="region was"):
+        refuse_changes(before, elsewhere)

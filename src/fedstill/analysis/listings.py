@@ -46,7 +46,7 @@ def list_methods(name: str | None = None, **settings: Any) -> Table:
                 shown.add(each, str(error), "", "", "")
             else:
                 method = cls()
-                words = NETWORKS[method.networks]
+                words = "; ".join(filter(None, (NETWORKS[method.networks], method.other_networks)))
                 shown.add(each, _first_line(cls), ", ".join(_needs(method)), cls.paper, words)
             shown.values.append(dict(zip(("id", "what", "needs", "paper", "networks"), shown.rows[-1], strict=True)))
         return shown

@@ -67,7 +67,10 @@ def anchored(config: Config) -> Config:
     update["metrics"] = list(map(custom.anchored, config.metrics))
     update["models"] = list(map(custom.anchored, config.models))
     update["group"] = [g.model_copy(update={"model": custom.anchored(g.model)}) for g in config.group]
-    update["region"] = [r.model_copy(update={"method": custom.anchored(r.method)}) for r in config.region]
+    update["region"] = [
+        r.model_copy(update={"method": custom.anchored(r.method), "model": custom.anchored(r.model)})
+        for r in config.region
+    ]
     data_dir = config.data_dir or os.environ.get("FEDSTILL_DATA", "")
     if data_dir:
         update["data_dir"] = str(home_path(data_dir).resolve())
@@ -107,8 +110,11 @@ def resolve(
                 raise unknown_setting(key, [*own, *Config.model_fields])
         merged["hyper"] = registry.settings_of(registry.make(method, hyper))
     config = Config.model_validate(merged)
-    if config.each_group() and not config.flat:
-        raise SettingError("regions: clients with different networks cannot be divided into regions; leave one out")
+    if (config.models or config.group) and not config.flat:
+        raise SettingError(
+            "regions: clients with different networks cannot be divided into regions; leave one out, or give each "
+            "[[region]] a model"
+        )
     augment.parse(config.augment)
     device.check(config.device)
     check_names(config.metrics)

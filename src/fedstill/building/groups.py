@@ -42,9 +42,18 @@ def first_network(config: Config) -> Config:
 
 
 def make_groups(
-    config: Config, task: Task, federation: Federation, method: Method, models: Sequence[str | Network] = ()
+    config: Config,
+    task: Task,
+    federation: Federation,
+    method: Method,
+    models: Sequence[str | Network] = (),
+    dealt: Sequence[IntArray] | None = None,
 ) -> tuple[Group, ...]:
-    """The groups of a run, or none if all clients have one network, which is then the task's."""
+    """The groups of a run, or none if all clients have one network, which is then the task's.
+
+    `dealt`: the clients of each, where that is known already. Groups that have the same network share it, each under
+    its own name.
+    """
     tables = config.each_group()
     names = [own.name or own.model for own in tables]
     if len(set(names)) < len(names):
@@ -52,13 +61,21 @@ def make_groups(
     if models and len(models) != len(config.models):
         raise SettingError(f"models: the run has {', '.join(config.models)}, and {len(models)} are given")
     objects = {name: net for name, net in zip(config.models, models, strict=False) if not isinstance(net, str)}
-    groups = []
-    for number, (own, clients) in enumerate(zip(tables, deal(config, federation.client_names), strict=True)):
+    groups: list[Group] = []
+    parts = deal(config, federation.client_names) if dealt is None else dealt
+    for number, (own, clients) in enumerate(zip(tables, parts, strict=True)):
         settings = group_config(config, own)
         if is_object(own.model) and own.model not in objects:
             raise SettingError(f"models: {own.model} is a network of your own; give it again")
-        inside = task if not number else with_network(task, settings, federation, method, objects.get(own.model))
-        groups.append(Group(number, names[number], clients, inside, settings))
+        same = (
+            g.task for g in groups if (g.config.model, g.config.model_options) == (own.model, settings.model_options)
+        )
+        inside = next(same, None) or (
+            with_network(task, settings, federation, method, objects.get(own.model)) if number else task
+        )
+        groups.append(Group(number, names[number], clients, inside.named(names[number]), settings))
+    for group in groups:
+        group.task.beside(tuple(other.task for other in groups if other is not group))
     if groups:
         _check(method, groups)
     return tuple(groups)
@@ -135,7 +152,7 @@ def _check(method: Method, groups: Sequence[Group]) -> None:
     if len(groups) > 1 and needed == "one":
         raise SettingError(
             f"{names} needs one network for all clients, and there are {len(groups)}; with any networks work local, "
-            "fedproto, fedtgp, feddistill, fml, fedkd and lg-fedavg, with one for each group fedavg and feddf"
+            "fedproto, fedtgp, feddistill, fml, fedkd and lg-fedavg, with one for each group fedavg, feddf and dafkd"
         )
     widths = {group.name: group.task.feature_dim for group in groups} if needed in ("features", "head") else {}
     if len(set(widths.values())) > 1:

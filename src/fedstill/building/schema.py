@@ -329,7 +329,12 @@ class Config(BaseModel):
     @property
     def same_network(self) -> bool:
         """Whether all clients have one network."""
-        return not (self.models or self.group)
+        return not (self.models or self.group or self.regional_networks)
+
+    @property
+    def regional_networks(self) -> bool:
+        """Whether regions have networks of their own."""
+        return any(own.model or own.model_options for own in self.region)
 
     @property
     def network_names(self) -> str:
@@ -340,6 +345,10 @@ class Config(BaseModel):
         """The groups of clients by their networks; none if all have the same."""
         if self.models and self.group:
             raise SettingError("models and [[group]] both say which clients have which network; leave one out")
+        if self.regional_networks:
+            named = [(own.name or f"region {i}", own) for i, own in enumerate(self.region, 1)]
+            tables = [{"name": n, "model": r.model or self.model, "model_options": r.model_options} for n, r in named]
+            return [GroupSettings.model_validate(table) for table in tables]
         return self.group or [GroupSettings.model_validate({"model": name}) for name in dict.fromkeys(self.models)]
 
     def each_region(self) -> list[RegionSettings]:

@@ -36,6 +36,8 @@ class RegionSettings(BaseModel):
     )
     joins: int = Field(1, ge=1, description="its first round")
     leaves: int = Field(0, ge=0, description="the first round without it; 0: it stays")
+    model: str = Field("", description="the network of the region's clients; empty: as in the rest of the run")
+    model_options: dict[str, Any] = Field(default_factory=dict, description="beside those of the run")
     method: str = Field("", description="the method inside the region")
     hyper: dict[str, Any] = Field(default_factory=dict, description="that method's own settings")
     participation: float | None = Field(None, gt=0, le=1)

@@ -18,6 +18,7 @@ from fedstill.building.task import Network, make_task
 from fedstill.building.topology import (
     Hierarchy,
     arrange,
+    assign,
     check_attendance,
     check_labels,
     cohort_size,
@@ -101,16 +102,13 @@ def prepare(
     if models and not isinstance(models[0], str):
         model = models[0]
     task = make_task(first_network(config), federation, method, model, proxy)
-    groups = make_groups(config, task, federation, method, models)
+    dealt = assign(config, federation.clients) if config.regional_networks else None
+    groups = make_groups(config, task, federation, method, models, dealt)
     (method if config.flat else method.regional()).check(task)
     check_labels(config.method, method, federation)
     hierarchy = arrange(config, task, federation, method, groups)
     check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
     hierarchy = with_noise(hierarchy, config, federation, elsewhere=elsewhere)
-    if config.validation and groups:
-        raise SettingError(
-            "validation is measured on one model of all clients, and models gives them several; leave one out"
-        )
     if config.secure_aggregation and groups:
         raise SettingError("secure_aggregation adds up all clients' updates, who need one network: leave models out")
     if config.secure_aggregation:

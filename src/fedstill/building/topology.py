@@ -58,6 +58,11 @@ class Hierarchy:
         return self.flat and len(self.regions) > 1
 
     @property
+    def separate(self) -> bool:
+        """Whether there is no model of all clients: one for each group, or region, with a network of its own."""
+        return self.grouped or bool(not self.flat and self.regions[0].task.group)
+
+    @property
     def flat(self) -> bool:
         return self.rounds_per_episode == 0
 
@@ -135,9 +140,10 @@ def arrange(
     tables = config.region
     if tables and config.regions != len(tables):
         raise SettingError(f"regions = {config.regions}, but there are {len(tables)} [[region]] tables")
-    if len(groups) > 1 and method.networks in ("group", "teach"):
-        if config.save_models:
-            raise SettingError("save_models keeps one model, and there is one for each group; leave it out")
+    each_has_a_model = len(groups) > 1 and method.networks in ("group", "teach")
+    if config.save_models and each_has_a_model:
+        raise SettingError("save_models keeps one model, and there is one for each group; leave it out")
+    if each_has_a_model and config.flat:
         each = tuple(Region(g.number, g.name, g.clients, method, g.task, config.participation) for g in groups)
         return Hierarchy(each, late=config.late_clients, late_from=config.late_from)
     if config.flat:
@@ -148,11 +154,16 @@ def arrange(
             f"rounds = {config.rounds} is not a whole number of episodes; rounds_per_episode is "
             f"{config.rounds_per_episode}"
         )
+    if groups and not config.fixed_regions:
+        raise SettingError("fixed_regions = false: clients would change their network with the region; leave one out")
+    if groups and config.save_teachers:
+        raise SettingError("save_teachers keeps models of one network, and regions have several; leave it out")
     found = []
     for number, (own, members) in enumerate(zip(config.each_region(), assign(config, clients), strict=True)):
         settings = config.model_copy(update=own.overrides())
         name = own.name or f"region {number + 1}"
-        regional_task = task.trained_as(local_training(settings, federation)) if own.overrides() else task
+        base = groups[number].task if groups else task
+        regional_task = base.trained_as(local_training(settings, federation)) if own.overrides() else base
         inside = regional_method(own, config, method)
         _check_region(name, inside, regional_task, config)
         check_labels(f"{name}: its method", inside, federation)

@@ -226,10 +226,13 @@ def _bare(worker: Worker) -> Worker:
     task = replace(worker.task)
 
     def bare(own: Task) -> Task:
-        same = own.make_network is worker.task.make_network
+        same = own.make_network is worker.task.make_network and not own.group
         return task.trained_as(own.local) if same else replace(own)
 
     regional = tuple((bare(own), method) for own, method in worker.regional)
+    for own, _ in regional:
+        if own.others:  # groups, whose tasks know each other
+            own.beside(tuple(other for other, _ in regional if other is not own))
     return replace(worker, task=task, regional=regional, store=Store(Path()))
 
 

@@ -172,6 +172,7 @@ class Server:
         self.before: Tensor = task.initial  # those that the round began with, for what works after the average
         self.sent: Message = {}  # what the round's clients were sent, where it was compressed on the way
         self.state: dict[str, Any] = {}  # what the method keeps between rounds; part of every checkpoint
+        self.peers: tuple[Server, ...] = ()  # those of the other groups, where clients have different networks
         self.ensembles: dict[str, list[Uplink]] = {}  # of a round, by method, until groups have taught each other
         self.notes: dict[str, Any] = {}  # what the method has to say about the round, for its record
         self.store = store  # what the method keeps for single clients, on disk
@@ -238,6 +239,7 @@ class Method:
     needs_server_labels: ClassVar[bool] = False  # samples with labels on the server: the setting `pool`
     changes_model: ClassVar[bool] = False
     extra_information: ClassVar[str] = ""  # what clients reveal beyond weights, in words
+    other_networks: ClassVar[str] = ""  # what `networks` is with other settings, in words
     # Names that methods which are composed may not share: keys of `server.state` and of `client.state`, and purposes of
     # the random streams it draws from.
     server_keys: ClassVar[tuple[str, ...]] = ()
@@ -336,7 +338,13 @@ class Method:
         raise NotImplementedError
 
     def across_groups(self, servers: Sequence[Server]) -> None:
-        """Where clients have different networks: what groups learn from each other, once each has aggregated."""
+        """Where clients have different networks: what groups learn from each other, once each has aggregated.
+
+        All groups are there, also those of which no client was drawn.
+        """
+
+    def end(self, server: Server) -> None:
+        """Note, when a round is over for all groups, what became of `server.model`; the counterpart of `begin`."""
 
     def models(self, server: Server) -> dict[str, Tensor]:
         """The models to evaluate. The first is the model: the one that is saved and headlines the results."""
@@ -358,6 +366,17 @@ class Method:
         """Update the global `server` from the models of the regions, at the end of an episode: their mean."""
         server.model = weighted_mean((model, 1) for model in models)
         server.notes["stage"] = "average"
+
+    def merge_networks(self, servers: Sequence[Server], regions: Sequence[Uplink]) -> None:
+        """The same where regions have different networks: update each region's server from the regions' models.
+
+        Regions with the same network get the mean of their models. Those that are not there, or not yet, have servers
+        too.
+        """
+        for server in servers:
+            alike = [up["model"] for up in regions if up.task is not None and up.task.nets is server.task.nets]
+            server.model = weighted_mean((model, 1) for model in alike) if alike else server.model
+            server.notes["stage"] = "average"
 
     @property
     def has_final_exchange(self) -> bool:

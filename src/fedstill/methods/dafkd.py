@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -34,13 +35,20 @@ Variant = Literal["full", "no-sharing", "no-correlation", "no-distill"]
 
 @dataclass(frozen=True)
 class DaFKD(Distilling):
-    """Each client's discriminator says how much its model counts for each generated sample."""
+    """Each client's discriminator says how much its model counts for each generated sample.
+
+    Where clients have different networks, all groups have one generator, the mean of all clients' (it makes images, of
+    which no network's weights are part), and all clients teach one student for each network. A discriminator stays
+    its client's own and reads the features of the client's own network: heads of different widths are never averaged,
+    only their outputs D_k(x_i) are compared.
+    """
 
     name: ClassVar[str] = "dafkd"
     paper: ClassVar[str] = "Wang et al. 2023"
     revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
     server_keys: ClassVar[tuple[str, ...]] = ("generator",)
     client_keys: ClassVar[tuple[str, ...]] = ("discriminator",)
+    teaches_groups: ClassVar[bool] = True
     streams: ClassVar[tuple[str, ...]] = ("adversarial noise",)
 
     uniform: Annotated[bool, "average classifiers and generators uniformly (Eq. 4, 6), not by sample counts"] = True
@@ -141,44 +149,54 @@ class DaFKD(Distilling):
             return up | {"discriminator": client.state["discriminator"]}
         pseudo = self.pseudo(task, client.down["generator"], client.round)
         predicted = predict(task, up["model"], pseudo)
-        weight = self.correlations(task, [client.state["discriminator"]], [predicted], pseudo)[0]
+        weight = self.correlations([(task, client.state["discriminator"])], [predicted], pseudo)[0]
         return up | {"predictions": weight.unsqueeze(1) * predicted.logits.softmax(1)}
 
     # --- server -------------------------------------------------------------------------------------------------
 
-    def improve(self, server: Server, uplinks: list[Uplink]) -> None:
-        task, old_generator = server.task, server.state["generator"]
-        by_samples = ((up["generator"], 1 if self.uniform else up.samples) for up in uplinks)
-        server.state["generator"] = weighted_mean(by_samples)  # Eq. 4
-        if server.round == 1 or self.variant == "no-distill" or self.server_epochs == 0:
+    def across_groups(self, servers: Sequence[Server]) -> None:
+        active = [server for server in servers if self.name in server.ensembles]
+        super().across_groups(servers)
+        for server in servers if active else ():  # those of which no client was drawn get it too
+            server.state["generator"] = active[0].state["generator"]
+
+    def improve_all(self, servers: Sequence[Server], uplinks: list[Uplink]) -> None:
+        first, by_samples = servers[0], ((up["generator"], 1 if self.uniform else up.samples) for up in uplinks)
+        task, old_generator, generator = first.task, first.state["generator"], weighted_mean(by_samples)  # Eq. 4
+        for server in servers:
+            server.state["generator"] = generator
+        if first.round == 1 or self.variant == "no-distill" or self.server_epochs == 0:
             return
         if self.private:
             # A client may leave out what the first round does not need; one that does so later has no say.
             predictions = [up["predictions"] for up in uplinks if "predictions" in up.message]
             if not predictions:
                 return
-            pseudo = self.pseudo(task, old_generator, server.round)  # the set that clients drew from the same seed
+            pseudo = self.pseudo(task, old_generator, first.round)  # the set that clients drew from the same seed
             weighted = torch.stack(predictions).double().sum(0) + 1e-8 / task.classes
             targets = (weighted / weighted.sum(1, keepdim=True)).float()
         else:
-            pseudo = self.pseudo(task, server.state["generator"], server.round)
-            outputs = server.predict_all([up["model"] for up in uplinks], pseudo)
+            pseudo = self.pseudo(task, generator, first.round)
+            outputs = first.outputs_of(uplinks, pseudo)
             weights = None
             if self.judged:
-                weights = normalised(self.correlations(task, [up["discriminator"] for up in uplinks], outputs, pseudo))
+                judges = [(up.task or task, up["discriminator"]) for up in uplinks]
+                weights = normalised(self.correlations(judges, outputs, pseudo))
             if self.logit_T:
                 targets = (mean_logits(outputs, weights) / self.logit_T).softmax(1)
             else:
                 targets = mean_probabilities(outputs, weights)  # Eq. 8
-        self.distil(server, pseudo, match_probabilities(targets, self.logit_T or 1.0), epochs=self.server_epochs)
+        for server in servers:
+            self.distil(server, pseudo, match_probabilities(targets, self.logit_T or 1.0), epochs=self.server_epochs)
 
     @torch.no_grad()
-    def correlations(self, task: Task, judges: list[Tensor], outputs: list[Outputs], pseudo: Samples) -> Tensor:
+    def correlations(
+        self, judges: Sequence[tuple[Task, Tensor]], outputs: Sequence[Outputs], pseudo: Samples
+    ) -> Tensor:
         """alpha_{k,i} = D_k(x_i), (K, N), on the features that client k's own trained trunk gives."""
-        discriminator, x = self.discriminator(task), pseudo.x(torch.arange(len(pseudo)))
-        rows = []
-        for weights, out in zip(judges, outputs, strict=True):
-            rows.append(discriminator.load(weights).module.eval()(x, out.features).sigmoid())
+        x, rows = pseudo.x(torch.arange(len(pseudo))), []
+        for (task, weights), out in zip(judges, outputs, strict=True):
+            rows.append(self.discriminator(task).load(weights).module.eval()(x, out.features).sigmoid())
         return torch.stack(rows)
 
     def pseudo(self, task: Task, generator: Tensor, round_: int) -> Samples:

@@ -17,6 +17,7 @@ from fedstill.distill.ensemble import diversity, label_weights, load_teachers
 from fedstill.distill.generators import FeatureGenerator
 from fedstill.methods.base import Part, Server, Uplink, Wire
 from fedstill.methods.kinds import Kind
+from fedstill.methods.lg_fedavg import with_head
 from fedstill.methods.server_side import ServerSide
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, require_features
@@ -28,14 +29,20 @@ from fedstill.train.task import Task
 
 @dataclass(frozen=True)
 class FedGen(ServerSide):
-    """A generator of features, trained on the server with the clients' heads, augments every client's data."""
+    """A generator of features, trained on the server with the clients' heads, augments every client's data.
+
+    All it needs of a client is the head: after `lg-fedavg`, which averages heads alone, it works with any networks
+    whose features have one size, all of which then share one generator.
+    """
 
     name: ClassVar[str] = "fedgen"
     paper: ClassVar[str] = "Zhu et al. 2021"
     revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
     extra_information: ClassVar[str] = "number of samples of each class"
+    other_networks: ClassVar[str] = "as lg-fedavg+fedgen features and heads of one size"
     server_keys: ClassVar[tuple[str, ...]] = ("feature_generator", "generator optimizer")
     streams: ClassVar[tuple[str, ...]] = ("generated", "generator")
+    works_on: ClassVar[tuple[str, ...]] = ("model", "head")
 
     alpha: Annotated[
         float, Ge(0), Search("log:1..100"), "weight of the generated features' cross-entropy on clients"
@@ -98,7 +105,7 @@ class FedGen(ServerSide):
         return inner + Objective(term=term)
 
     def uplink(self, client: Client) -> Message:
-        counts = torch.bincount(client.data.y, minlength=client.task.classes).float()
+        counts = torch.bincount(client.data.y, minlength=client.task.classes).to(torch.float32)
         return super().uplink(client) | {"counts": counts}
 
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
@@ -111,7 +118,7 @@ class FedGen(ServerSide):
             weight_decay=self.generator_decay,
         )
         adam.restore(server.state["generator optimizer"])
-        teachers = load_teachers(task, [up["model"] for up in uplinks])
+        teachers = load_teachers(task, [_model(task, up) for up in uplinks])
         weights = label_weights(torch.stack([up["counts"] for up in uplinks]))  # (K, C)
         for _ in range(self.generator_steps):
             y = torch.randint(0, task.classes, (self.generator_batch,), generator=rng)
@@ -132,3 +139,8 @@ class FedGen(ServerSide):
             "generator",
             lambda: FeatureGenerator(task.classes, task.feature_dim, self.hidden, self.z_dim),
         )
+
+
+def _model(task: Task, up: Uplink) -> Tensor:
+    """What a client sent, as a whole network; where it is the head alone, only that is the client's."""
+    return up["model"] if "model" in up.message else with_head(task.nets.get("student"), task.initial, up["head"])

@@ -136,13 +136,11 @@ class FedHyb(Distilling):
         """Where networks differ, all clients' predictions teach all; features are those of the same network."""
         if not self.on_server:
             return
-        samples = [self.samples(server) for server in servers]
-        outputs = servers[0].outputs_of(uplinks, samples[0])
-        for server, own in zip(servers, samples, strict=True):
-            if own is not samples[0]:  # a generator's, of the group
-                outputs = server.outputs_of(uplinks, own)
+        samples = self.samples(servers[0])  # a generator is the same for all groups
+        outputs = servers[0].outputs_of(uplinks, samples)
+        for server in servers:
             alike = [out for up, out in zip(uplinks, outputs, strict=True) if up.task is None or up.task is server.task]
-            self.teach(server, own, mean_probabilities(outputs), mean_features(alike))  # Eq. 6 and 7
+            self.teach(server, samples, mean_probabilities(outputs), mean_features(alike))  # Eq. 6 and 7
 
     def teach(self, server: Server, samples: Samples, probabilities: Tensor, features: Tensor) -> None:
         """Distil the clients' mean predictions and features into `server.model`."""

@@ -18,7 +18,8 @@ from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.distill.auxiliary import Generator
 from fedstill.distill.generators import ImageGenerator, check_image_shape
-from fedstill.methods.base import Server, Uplink, Wire
+from fedstill.methods import other_teachers
+from fedstill.methods.base import Networks, Server, Uplink, Wire
 from fedstill.methods.fedavg import FedAvg
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs, load_for_evaluation, logits, outputs, require_features
@@ -30,12 +31,18 @@ from fedstill.train.task import Task, classifier
 
 @dataclass(frozen=True)
 class FedKF(FedAvg):
-    """A data-free generator carries the all-clients model's knowledge into every local model."""
+    """A data-free generator carries the all-clients model's knowledge into every local model.
+
+    Where clients have different networks, each group has its own: T1 averages its clients, active or not. With `across`
+    the other groups' teachers teach too, by their logits: L_IE, L_CE and the student's loss see the mean over the
+    groups, which all count alike; L_A, of features, is that of the client's own network.
+    """
 
     name: ClassVar[str] = "fedkf"
     paper: ClassVar[str] = "Zhou et al. 2022"
     revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
-    server_keys: ClassVar[tuple[str, ...]] = ("cache", "oca")
+    other_networks: ClassVar[str] = "with across=true all groups teach all"
+    server_keys: ClassVar[tuple[str, ...]] = ("cache", "oca", other_teachers.TEACHER)
     client_keys: ClassVar[tuple[str, ...]] = ("generator", "optimizer")
     streams: ClassVar[tuple[str, ...]] = ("noise",)
 
@@ -54,6 +61,11 @@ class FedKF(FedAvg):
     ] = False
     ie_normalised: Annotated[bool, "information entropy divided by log C and shifted into 0..1"] = True
     activation_mean: Annotated[bool, "mean of the absolute features instead of their sum"] = True
+    across: Annotated[bool, "where networks differ, the other groups' teachers teach too"] = False
+
+    @property
+    def networks(self) -> Networks:
+        return "teach" if self.across else "group"
 
     @property
     def beyond_sums(self) -> str:
@@ -77,7 +89,9 @@ class FedKF(FedAvg):
 
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
-        return Wire(plain.down | {"teacher": plain.down["model"]}, plain.up) if self.t1 else plain
+        own = {"teacher": plain.down["model"]} if self.t1 else {}
+        others = other_teachers.declared(task, plain.down["model"]) if self.across else {}
+        return Wire(plain.down | own | others, plain.up)
 
     def start(self, server: Server) -> None:
         if self.t1:
@@ -86,7 +100,8 @@ class FedKF(FedAvg):
 
     def downlink(self, server: Server) -> Message:
         down = super().downlink(server)  # the ACA model, w^S
-        return down | {"teacher": server.state["oca"]} if self.t1 else down  # and the OCA model, w^T
+        own = {"teacher": server.state["oca"]} if self.t1 else {}  # and the OCA model, w^T
+        return down | own | (other_teachers.sent(server) if self.across else {})
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         if not self.t1:
@@ -95,6 +110,10 @@ class FedKF(FedAvg):
         super().aggregate(server, cache.updated(uplinks, server.round, server.sizes))
         server.state |= {"cache": cache.state(), "oca": cache.mean(server.model.dtype)}
         return None
+
+    def end(self, server: Server) -> None:
+        if self.across and server.peers:
+            server.state[other_teachers.TEACHER] = server.state["oca"] if self.t1 else server.model
 
     def models(self, server: Server) -> dict[str, Tensor]:
         if not self.t1:
@@ -110,7 +129,11 @@ class FedKF(FedAvg):
         if client.round == 1 or self.gamma == 0:  # an untrained teacher has nothing to teach
             return Objective()
         task = client.task
-        teacher = classifier(load_for_evaluation(task, client.down.get("teacher", client.down["model"]), "teacher"))
+        own = classifier(load_for_evaluation(task, client.down.get("teacher", client.down["model"]), "teacher"))
+        sent = other_teachers.received(task, client.down) if self.across else []
+        others = [  # groups may share a network: each has a role of its own
+            classifier(load_for_evaluation(other, weights, f"teacher of {other.group}")) for other, weights in sent
+        ]
         generator = self.generator(task)
         state = {} if self.reset_generator else client.state
         net = generator.load(state["generator"] if "generator" in state else generator.initial())
@@ -119,6 +142,11 @@ class FedKF(FedAvg):
         noise = client.stream("noise")
         pictures: Tensor  # of this step, with the graph to the generator
         teacher_out: Outputs  # the outputs of the teacher for them
+
+        def teach(pictures: Tensor) -> Outputs:
+            found = outputs(own, pictures)
+            each = [found.logits, *(logits(other, pictures) for other in others)]
+            return Outputs(other_teachers.ensemble(each), found.features)
 
         def generator_step(pictures: Tensor, teacher_out: Outputs) -> None:
             loss = self.generator_loss(teacher_out)
@@ -132,12 +160,12 @@ class FedKF(FedAvg):
             nonlocal pictures, teacher_out
             z = torch.randn(len(batch.y), self.z_dim, generator=noise)
             pictures = generator.inputs(z)
-            teacher_out = outputs(teacher, pictures)
+            teacher_out = teach(pictures)
             if self.gen_first:
                 generator_step(pictures, teacher_out)
                 with torch.no_grad():  # the student sees the same noise through the updated generator
                     pictures = generator.inputs(z)
-                    teacher_out = outputs(teacher, pictures)
+                    teacher_out = teach(pictures)
             return pictures.detach()
 
         def term(batch: Batch, out: Outputs) -> Tensor:  # Eq. 5, in Eq. 7

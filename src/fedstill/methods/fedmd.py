@@ -32,6 +32,7 @@ class FedMD(FedAvg):
     name: ClassVar[str] = "fedmd"
     paper: ClassVar[str] = "Li & Wang 2019"
     sums_only: ClassVar[bool] = True
+    other_networks: ClassVar[str] = "with average_weights=false any"
     needs_proxy_data: ClassVar[bool] = True
     extra_information: ClassVar[str] = "logits of public samples"
     server_keys: ClassVar[tuple[str, ...]] = ("logits",)

@@ -55,9 +55,8 @@ class LGFedAvg(Local):
         return {"head": server.state["head"]}
 
     def receive(self, client: Client) -> None:
-        weights = client.state.get("model", client.task.initial).clone()
-        weights[head_places(client.flat)] = client.down["head"]
-        client.flat.load(weights)
+        own = client.state.get("model", client.task.initial)
+        client.flat.load(with_head(client.flat, own, client.down["head"]))
 
     def uplink(self, client: Client) -> Message:
         super().uplink(client)
@@ -77,3 +76,10 @@ def head_places(net: FlatNet) -> Tensor:
         if id(parameter) in of_head
     ]
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.long)
+
+
+def with_head(net: FlatNet, weights: Tensor, head: Tensor) -> Tensor:
+    """The weights of a network with another head."""
+    changed = weights.clone()
+    changed[head_places(net)] = head
+    return changed

@@ -23,6 +23,8 @@ from fedstill.train.evaluate import Outputs, predict
 from fedstill.train.loop import Batch, Loss
 from fedstill.train.losses import SoftTargets
 
+_STUDENT = "student"  # of a region with a network of its own: what the last episode ended with
+
 
 @dataclass(frozen=True)
 class LKD(Distilling):
@@ -34,6 +36,7 @@ class LKD(Distilling):
     teaches_groups: ClassVar[bool] = True
     stage: ClassVar[str] = "lkd"  # what a distillation is called in the records
     order_stream: ClassVar[str] = "label-driven distillation"
+    server_keys: ClassVar[tuple[str, ...]] = (_STUDENT,)
 
     Tw: Annotated[float, Ge(0), "how sharply reliability counts; 0: all teachers alike"] = 4.0
     T: Annotated[float, Gt(0), Search("1..5"), "temperature of the distillation"] = 3.0
@@ -62,6 +65,24 @@ class LKD(Distilling):
         old = server.model
         super().merge(server, models)
         self.teach(server, old, models)
+
+    def merge_networks(self, servers: Sequence[Server], regions: Sequence[Uplink]) -> None:
+        """Where regions have different networks, all teach one student for each network.
+
+        It begins as the mean of the regions that have the network. If F2L finds that regions agree, it stays so: models
+        are averaged inside equal networks only.
+        """
+        began, pool = time.perf_counter(), self.pool(servers[0])
+        outputs = servers[0].outputs_of(regions, pool.samples)
+        old = [server.state.get(_STUDENT, server.task.initial) for server in servers]
+        super().merge_networks(servers, regions)
+        taught: dict[int, Server] = {}
+        for server, before in zip(servers, old, strict=True):
+            first = taught.setdefault(id(server.task.nets), server)
+            if first is server:
+                self.distil_outputs(server, before, pool, outputs, began)
+            server.model, server.state[_STUDENT] = first.model, first.model
+            server.notes = first.notes
 
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         """In a federation without regions, the clients' models are the teachers."""

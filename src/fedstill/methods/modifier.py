@@ -107,6 +107,9 @@ class Modifier(Method):
     def across_groups(self, servers: Sequence[Server]) -> None:
         self.inner.across_groups(servers)
 
+    def end(self, server: Server) -> None:
+        self.inner.end(server)
+
     def models(self, server: Server) -> dict[str, Tensor]:
         return self.inner.models(server)
 
@@ -118,6 +121,9 @@ class Modifier(Method):
 
     def merge(self, server: Server, models: Sequence[Tensor]) -> None:
         self.inner.merge(server, models)
+
+    def merge_networks(self, servers: Sequence[Server], regions: Sequence[Uplink]) -> None:
+        self.inner.merge_networks(servers, regions)
 
     @property
     def has_final_exchange(self) -> bool:

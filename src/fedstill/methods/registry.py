@@ -79,7 +79,12 @@ _RENAMED = {
     "dafkd": {"server_batch": "sample_batch"},
 }
 # Settings that came later, by the method that declares them, with what runs of before have.
-_ADDED: dict[str, dict[str, Any]] = {"fedftg": {"generator_width": 128}}
+_ADDED: dict[str, dict[str, Any]] = {
+    "fedftg": {"generator_width": 128},
+    "fedgkd": {"across": False},
+    "fedgkd-plus": {"across": False},
+    "fedkf": {"across": False},
+}
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +239,7 @@ def with_old_names(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 def added_settings(name: str) -> dict[str, Any]:
     """Settings that the configuration of an older run lacks, with the values it was run with.
 
-    >>> added_settings("fedgkd+fedftg")
+    >>> added_settings("fedprox+fedftg")
     {'generator_width': 128}
     """
     return {key: value for part in find(name) for key, value in _ADDED.get(part.name, {}).items()}

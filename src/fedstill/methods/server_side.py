@@ -26,6 +26,7 @@ class ServerSide(Modifier):
     """
 
     teaches_groups: ClassVar[bool] = False  # where clients have different networks
+    works_on: ClassVar[tuple[str, ...]] = ("model",)  # the part of an uplink that it needs; or one of several
 
     uniform: Annotated[bool, "average the clients' weights uniformly, not by sample counts"] = False
 
@@ -38,7 +39,7 @@ class ServerSide(Modifier):
         if self.needs_proxy_data and self.needs().proxy_data and task.proxy is None:
             raise SettingError(f"{self.name} needs proxy data on the server: set proxy to a dataset, or proxy=pool")
         super().check(task)
-        if "model" not in self.inner.wire(task).up:
+        if not set(self.works_on) & self.inner.wire(task).up.keys():
             raise SettingError(f"{self.name} needs the clients' models on the server, and here they do not send any")
         if self.inner.averages_all_clients:
             raise SettingError(
@@ -67,8 +68,9 @@ class ServerSide(Modifier):
 
     def across_groups(self, servers: Sequence[Server]) -> None:
         super().across_groups(servers)
-        if uplinks := [up for server in servers for up in server.ensembles.pop(self.name, ())]:
-            self.improve_all(servers, uplinks)
+        active = [server for server in servers if self.name in server.ensembles]
+        if uplinks := [up for server in active for up in server.ensembles.pop(self.name)]:
+            self.improve_all(active, uplinks)
 
     def improve(self, server: Server, uplinks: list[Uplink]) -> None:
         """What the server does after the average."""

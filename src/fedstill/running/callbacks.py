@@ -89,7 +89,7 @@ class RunView:
     @property
     def has_one_model(self) -> bool:
         """Whether there is a global model, and not one for each group or client."""
-        return self.method.global_model and not self._setup.hierarchy.grouped
+        return self.method.global_model and not self._setup.hierarchy.separate
 
     @property
     def networks(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -121,13 +121,15 @@ def evaluate_groups(
 ) -> tuple[Evaluation, dict[str, Evaluation]]:
     """Score every group's model on the global test set and on the tests of its own clients; all together, and each.
 
-    Of all together, what is measured on the global test set is the mean over the clients.
+    Of all together, what is measured on one set of samples is the mean over the clients of their group's number.
     """
     test, classes = federation.dataset.test, len(federation.dataset.classes)
     offsets, index = federation.test_offsets, federation.test_index
     labels = (test if federation.test_source == "test" else federation.test_split).y.numpy()[index]
     predicted = np.zeros(len(index), np.int64)
     likely = np.zeros((len(index), classes)) if metrics else None
+    held = federation.validation
+    validated = np.zeros(0 if held is None else len(held.index), bool)  # which of the clients' samples were right
     each: dict[str, Evaluation] = {}
     for group, model in models:
         loss, on_test = _outcomes(engine, model, "test", test.y.numpy(), metrics, classes, group.number)
@@ -142,26 +144,66 @@ def evaluate_groups(
             likely[places] = own.probabilities
         own_offsets = np.concatenate([[0], np.cumsum([stop - start for start, stop in bounds])])
         table = scores.on_one_set(on_test, classes, metrics) | scores.over_clients(own, own_offsets, classes, metrics)
-        each[group.name] = _evaluation(
-            loss, confusion_matrix(on_test.labels, on_test.predicted, classes), own, own_offsets, table
-        )
+        found = _evaluation(loss, confusion_matrix(on_test.labels, on_test.predicted, classes), own, own_offsets, table)
+        if held is not None:
+            validation, on_validation, right = _validate_group(engine, federation, held, group, model, metrics)
+            found = replace(found, validation=validation, metrics=table | on_validation)
+            for k in group.clients:
+                validated[held.offsets[k] : held.offsets[k + 1]] = right[k]
+        each[group.name] = found
     weights = [len(group.clients) / federation.clients for group, _ in models]
-    found = list(each.values())
+    evaluations = list(each.values())
 
     def mean(numbers: Sequence[float]) -> float:
-        return float(np.dot(weights, numbers))
+        known = [(weight, number) for weight, number in zip(weights, numbers, strict=True) if not math.isnan(number)]
+        return float(np.average([n for _, n in known], weights=[w for w, _ in known])) if known else math.nan
 
     table = scores.over_clients(everyone := Outcomes(labels, predicted, likely), offsets, classes, metrics)
-    shared = {name: mean([e.metrics.values[name] for e in found]) for name in found[0].metrics.values}
+    first = evaluations[0].metrics
+    shared = {name: mean([e.metrics.values[name] for e in evaluations]) for name in first.values}
+    validation = Scores()
+    if held is not None:
+        validation = _validation(
+            mean([e.validation["val_accuracy"] for e in evaluations]),
+            mean([e.validation["val_loss"] for e in evaluations]),
+            fairness(validated, held.offsets),
+        )
     whole = Evaluation(
-        accuracy=mean([e.accuracy for e in found]),
-        loss=mean([e.loss for e in found]),
-        per_class=[mean(shares) for shares in zip(*(e.per_class for e in found), strict=True)],
-        confusion=np.sum([e.confusion for e in found], axis=0),
+        accuracy=mean([e.accuracy for e in evaluations]),
+        loss=mean([e.loss for e in evaluations]),
+        per_class=[mean(shares) for shares in zip(*(e.per_class for e in evaluations), strict=True)],
+        confusion=np.sum([e.confusion for e in evaluations], axis=0),
         fair=fairness(everyone.predicted == everyone.labels, offsets),
-        metrics=Table(shared, found[0].metrics.reasons) | table,
+        metrics=Table(shared, first.reasons) | table,
+        validation=validation,
     )
     return whole, each
+
+
+def _validate_group(
+    engine: Engine,
+    federation: Federation,
+    held: HeldOut,
+    group: Group,
+    model: Tensor,
+    metrics: Sequence[Metric],
+) -> tuple[Scores, Table, dict[int, NDArray[np.bool_]]]:
+    """How a group's model does on what its own clients and the server hold out; which of each client's are right."""
+    classes, samples = len(federation.dataset.classes), held.samples
+    bounds = [(int(held.offsets[k]), int(held.offsets[k + 1])) for k in group.clients]
+    offsets = np.concatenate([[0], np.cumsum([stop - start for start, stop in bounds])])
+    bounds.append((len(held.index), len(samples)))
+    labels = np.concatenate([federation.dataset.train.y.numpy()[samples[start:stop]] for start, stop in bounds])
+    loss, here = _outcomes(engine, model, "validation", labels, metrics, classes, group.number, bounds)
+    right = here.predicted == here.labels
+    table = Table({f"val_{k}": v for k, v in scores.on_one_set(here, classes, metrics).values.items()})
+    mean_loss = float(loss.mean(dtype=np.float64)) if len(loss) else math.nan
+    found = _validation(_share(int(right.sum()), len(right)), mean_loss, fairness(right[: offsets[-1]], offsets))
+    return found, table, {k: right[a:b] for k, a, b in zip(group.clients.tolist(), offsets, offsets[1:], strict=False)}
+
+
+def _validation(accuracy: float, loss: float, fair: Fairness) -> Scores:
+    return {"val_accuracy": accuracy, "val_loss": loss, "val_amp": fair.amp, "val_fm": fair.fm, "val_wlp": fair.wlp}
 
 
 def _evaluation(
@@ -203,19 +245,13 @@ def _validate(
         mean_loss, table = math.nan, Table(reasons={"val_loss": "sites send counts, never losses"})
         pooled = _metrics_of_those_tested(found, named).values
         table.values |= {f"val_{name}": pooled[f"pooled_{name}"] for name in named if f"pooled_{name}" in pooled}
-    return {
-        "val_accuracy": everywhere,
-        "val_loss": mean_loss,
-        "val_amp": fair.amp,
-        "val_fm": fair.fm,
-        "val_wlp": fair.wlp,
-    }, table
+    return _validation(everywhere, mean_loss, fair), table
 
 
-def tested(engine: Engine, federation: Federation, model: Tensor) -> tuple[float, IntArray]:
-    """Accuracy and confusion of a model on the global test set."""
+def tested(engine: Engine, federation: Federation, model: Tensor, region: int) -> tuple[float, IntArray]:
+    """Accuracy and confusion of a model, of a region's network, on the global test set."""
     test = federation.dataset.test
-    predicted = _score(engine, model, "test", [(0, len(test.y))])["predicted"]
+    predicted = _score(engine, model, "test", [(0, len(test.y))], region=region)["predicted"]
     confusion = confusion_matrix(test.y.numpy(), predicted.numpy(), len(federation.dataset.classes))
     return _share(int(confusion.trace()), int(confusion.sum())), confusion
 

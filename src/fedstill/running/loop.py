@@ -6,6 +6,7 @@ evaluated, callbacks hear of it, and the round is recorded and kept.
 
 from __future__ import annotations
 
+import ast
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedstill.building.config import anchored, fixed
+from fedstill.building.config import anchored, fixed, is_object
 from fedstill.building.groups import Group
 from fedstill.building.setup import Setup, majority
 from fedstill.building.topology import Region
@@ -24,6 +25,7 @@ from fedstill.core.errors import Diverged, SettingError
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Worker
 from fedstill.inference.predictor import Predictor
+from fedstill.methods import registry
 from fedstill.metrics.records import BestAndFinal, RoundRecord, Scores, Summary
 from fedstill.running.callbacks import Callback, Callbacks, RunView
 from fedstill.running.directory import RunDirectory, without_nan
@@ -91,8 +93,8 @@ class RoundLoop(FederatedTraining):
     def _run_rounds(self) -> Summary:
         config, run = self.setup.config, self.callbacks.run
         setup, regions = self.setup, self.setup.hierarchy.regions
-        regional = () if setup.hierarchy.flat else tuple((region.task, region.method) for region in regions)
-        regional = tuple((group.task, setup.method) for group in setup.groups) or regional
+        by_group = tuple((group.task, setup.method) for group in setup.groups)
+        regional = by_group if setup.hierarchy.flat else tuple((region.task, region.method) for region in regions)
         store = self.directory.client_store
         worker = Worker(
             setup.task, setup.federation, setup.method, store, regional, setup.attack, together=config.together
@@ -253,7 +255,7 @@ class RoundLoop(FederatedTraining):
 
     def _evaluate_model(self, engine: Engine) -> Evaluation:
         """Of the model, or of every group's."""
-        if self.setup.hierarchy.grouped:
+        if self.setup.hierarchy.separate:
             return next(iter(self._evaluate_groups(engine)[0].values()))
         return self._evaluate(engine, self.model())
 
@@ -265,7 +267,7 @@ class RoundLoop(FederatedTraining):
 
     def _evaluations(self, engine: Engine) -> tuple[dict[str, Evaluation], dict[str, Evaluation]]:
         """Of every model that there is; and of the first, each group's."""
-        if self.setup.hierarchy.grouped:
+        if self.setup.hierarchy.separate:
             return self._evaluate_groups(engine)
         return {name: self._evaluate(engine, model) for name, model in self.models().items()}, {}
 
@@ -273,13 +275,18 @@ class RoundLoop(FederatedTraining):
         """The evaluation of each model that every group has, over all groups; and each group's of the first."""
         by_name: dict[str, list[tuple[Group, Tensor]]] = {}
         for group in self.setup.groups:
-            for name, model in self._finite(self.setup.method.models(self.regional[group.number])).items():
+            for name, model in self._finite(self._models_of(group.number)).items():
                 by_name.setdefault(name, []).append((group, model))
         found = {
             name: evaluate_groups(engine, self.setup.federation, models, self.setup.metrics)
             for name, models in by_name.items()
         }
         return {name: whole for name, (whole, _) in found.items()}, next(iter(found.values()))[1]
+
+    def _models_of(self, number: int) -> dict[str, Tensor]:
+        """Those of a group; or of a region with a network of its own, the one that its episode ended with."""
+        server = self.regional[number]
+        return self.setup.method.models(server) if self.setup.hierarchy.flat else {"model": server.model}
 
     def round_failed(self, reason: str) -> None:
         self.callbacks.tell("on_round_failed", reason)
@@ -306,7 +313,10 @@ class RoundLoop(FederatedTraining):
     def _teachers_after(self, engine: Engine, present: Sequence[Region]) -> dict[str, float | None]:
         """How the regions' models do, one round after they met."""
         return {
-            region.name: tested(engine, self.setup.federation, self.regional_model(region))[0] for region in present
+            region.name: tested(
+                engine, self.setup.federation, self.regional_model(region), self._network_of[region.name]
+            )[0]
+            for region in present
         }
 
     def models(self) -> dict[str, Tensor]:
@@ -323,8 +333,8 @@ class RoundLoop(FederatedTraining):
         return models
 
     def _final_models(self) -> dict[str, Tensor]:
-        if self.setup.hierarchy.grouped:  # by the names of the groups, each the first of its own
-            return {region.name: self.regional_model(region) for region in self.setup.hierarchy.regions}
+        if self.setup.hierarchy.separate:  # by the names of the groups, each the first of its own
+            return {r.name: next(iter(self._models_of(r.number).values())) for r in self.setup.hierarchy.regions}
         return self.models() if self.setup.method.global_model else {}
 
     def predictor(self) -> Predictor | None:
@@ -348,8 +358,21 @@ class RoundLoop(FederatedTraining):
 def refuse_changes(before: dict[str, str], now: dict[str, str]) -> None:
     """A run goes on with the settings it began with."""
     for name in sorted(before.keys() & now.keys()):
-        if before[name] != now[name]:
+        if before[name] != now[name] and not _only_added(name, before[name], now):
             raise SettingError(
                 f"{name} was {before[name]} when the run began and is {now[name]} in its config.toml; put it back, "
                 "or start another run"
             )
+
+
+def _only_added(name: str, before: str, now: dict[str, str]) -> bool:
+    """Whether the run began before there were some of the settings, and these have the values that it had."""
+    try:
+        old, new, method = (ast.literal_eval(text) for text in (before, now[name], now["method"]))
+    except (KeyError, SyntaxError, ValueError):  # an object of the user's own
+        return False
+    if name == "hyper" and not is_object(method):
+        return bool(registry.added_settings(method) | old == new)
+    if name == "region":
+        return bool([{"model": "", "model_options": {}} | table for table in old] == new)
+    return False

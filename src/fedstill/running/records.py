@@ -98,7 +98,7 @@ def of_groups(tally: Tally, groups: Sequence[Group], found: Mapping[str, Evaluat
     for group in groups:
         part = tally.of(group.clients.tolist())
         own = found[group.name].record() if group.name in found else of_own_models(part)
-        kept = {name: value for name, value in own.items() if name in QUALITY}
+        kept = {name: value for name, value in own.items() if name in (*QUALITY, *VALIDATION)}
         scored[group.name] = cast(
             GroupScores, {"clients": len(group.clients), **kept, "local_accuracy": part.mean("local_accuracy")}
         )

@@ -44,6 +44,8 @@ def make_servers(setup: Setup, directory: RunDirectory) -> tuple[Server, dict[in
             threads=threads,
             grouped=grouped,
         )
+    for each in regional.values() if grouped else ():
+        each.peers = tuple(other for other in regional.values() if other is not each)
     return regional[regions[0].number] if grouped else server, regional
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -24,7 +24,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.tree import Message, first_not_finite, nbytes
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import FinalExchange, Train
-from fedstill.methods.base import misfit
+from fedstill.methods.base import Uplink, misfit
 from fedstill.methods.summed import averaged
 from fedstill.metrics.records import EpisodeModel, EpisodeRecord
 from fedstill.running.cohorts import Cohorts
@@ -113,7 +113,9 @@ class FederatedTraining(ABC):
         for region, cohort in cohorts:
             self._train_region(engine, region, cohort, tally, measure=measure)
         if self.setup.hierarchy.grouped:
-            self._across_groups([region for region, _ in cohorts], tally)
+            self._across_groups(tally)
+        for region, _ in cohorts:
+            region.method.end(self.regional[region.number])
         self.active_since_checkpoint.update(k for _, cohort in cohorts for k in cohort)
         if engine.remote:
             self._check_finite(round_)
@@ -184,10 +186,10 @@ class FederatedTraining(ABC):
         """
         return self.setup.group_of[client] if self.setup.groups and not remote else region.number
 
-    def _across_groups(self, present: Sequence[Region], tally: Tally) -> None:
+    def _across_groups(self, tally: Tally) -> None:
         began = time.perf_counter()
         with self._stream("across groups"):
-            self.setup.method.across_groups([self.regional[region.number] for region in present])
+            self.setup.method.across_groups(list(self.regional.values()))
         tally.server_seconds += time.perf_counter() - began
 
     def _state_of(self, client: int) -> int:
@@ -198,7 +200,7 @@ class FederatedTraining(ABC):
         models = {region.name: self.regional_model(region) for region in present}
         teachers: dict[str, EpisodeModel] = {}
         for name, model in models.items() if compare else ():
-            accuracy, confusion = tested(engine, self.setup.federation, model)
+            accuracy, confusion = tested(engine, self.setup.federation, model, self._network_of[name])
             teachers[name] = {"accuracy": accuracy, "confusion": confusion.tolist()}
         number = self.server.round // self.setup.hierarchy.rounds_per_episode
         if self.setup.config.save_teachers:
@@ -207,15 +209,33 @@ class FederatedTraining(ABC):
         self.server.notes = {}
         began = time.perf_counter()
         with self._stream("global server layers"):
-            self.setup.method.merge(self.server, list(models.values()))
+            if self.setup.hierarchy.separate:
+                self._merge_networks(present, models)
+            else:
+                self.setup.method.merge(self.server, list(models.values()))
         seconds = time.perf_counter() - began
-        for server in self.regional.values():
+        for server in () if self.setup.hierarchy.separate else self.regional.values():
             server.model = self.server.model
-        moved = 2 * nbytes({"model": self.server.model}) * len(models)
+        moved = 2 * sum(nbytes({"model": model}) for model in models.values())
         log.info("episode %d: %s", number, ", ".join(f"{k} {v}" for k, v in self.server.notes.items() if k in _LOGGED))
         episode = {"number": number, "regions": list(models), "bytes": moved, **self.server.notes}
         episode |= {"server_seconds": seconds} | ({"teachers": teachers} if teachers else {})
         return cast(EpisodeRecord, episode)  # with what the method notes, which is its own
+
+    def _merge_networks(self, present: list[Region], models: Mapping[str, Tensor]) -> None:
+        """The same where regions have networks of their own: each gets a model; the first's stands for all."""
+        servers = list(self.regional.values())
+        for server in servers:
+            server.round, server.notes = self.server.round, {}
+        regions = [Uplink(region.number, 1, {"model": models[region.name]}, region.task) for region in present]
+        self.setup.method.merge_networks(servers, regions)
+        self.server.model, self.server.notes = servers[0].model, servers[0].notes
+
+    @property
+    def _network_of(self) -> dict[str, int]:
+        """Which of the worker's networks a region has."""
+        separate = self.setup.hierarchy.separate
+        return {region.name: region.number if separate else 0 for region in self.setup.hierarchy.regions}
 
     def regional_model(self, region: Region) -> Tensor:
         """The model of a region: what it would give its own clients."""

@@ -108,17 +108,17 @@ class Client:
             self.state[BUFFERS] = self.flat.read()[self.flat.trainable :].clone()
         return done
 
-    def teacher(self, weights: Tensor) -> Callable[[Batch], Outputs]:
-        """The outputs of a frozen network on any batch of this client's data.
+    def teacher(self, weights: Tensor, task: Task | None = None) -> Callable[[Batch], Outputs]:
+        """The outputs of a frozen network, the client's or that of another group's task, on any batch of its data.
 
         Without augmentation each sample is evaluated once, however many epochs follow; with it (or when only a
         part of the data will be drawn) the teacher sees each batch as it comes.
         """
         if self.task.augment is None and self.task.local.drawn(len(self.data)) >= len(self.data):
-            known = predict(self.task, weights, self.data)
+            known = predict(task or self.task, weights, self.data)
             return lambda batch: Outputs(known.logits[batch.ids], known.features[batch.ids])
         self._live_teachers += 1
-        frozen = load_for_evaluation(self.task, weights, role=f"live teacher {self._live_teachers}")
+        frozen = load_for_evaluation(task or self.task, weights, role=f"live teacher {self._live_teachers}")
 
         @torch.no_grad()
         def live(batch: Batch) -> Outputs:

@@ -59,6 +59,8 @@ class Task:
     precision: Precision = "float32"  # of passes through the network; weights and losses are never in a lower one
     model: str = "of your own"  # what the settings call the network
     proxy: Samples | None = None  # unlabelled samples that nobody minds sharing, for methods that need them
+    group: str = ""  # where clients have different networks: what those that have this one are called
+    others: tuple[Task, ...] = field(default=(), compare=False, repr=False)  # and the tasks of the other groups
 
     @cached_property
     def nets(self) -> Nets:
@@ -102,6 +104,14 @@ class Task:
         """
         rows, sets = self.nets.replicas(count)
         return rows, [replace(self)._with(nets, self._initial) for nets in sets]
+
+    def named(self, group: str) -> Task:
+        """The same task as that of a group; networks are shared."""
+        return replace(self, group=group)._with(self.nets, self._initial)
+
+    def beside(self, others: tuple[Task, ...]) -> None:
+        """Let it know the other groups' tasks, which know this one."""
+        self.__dict__["others"] = others
 
     def _with(self, nets: Nets, initial: Tensor) -> Task:
         self.__dict__.update(nets=nets, _initial=initial)

@@ -132,7 +132,11 @@ def test_resumed_after_every_round_gives_the_same_bits_also_in_a_run_of_flowers(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_more_clients_than_may_be_under_way_answer_in_their_order(run_small: RunSmall) -> None:
+@pytest.mark.parametrize("in_call", [1, 5])
+def test_more_clients_than_may_be_under_way_answer_in_their_order(
+    run_small: RunSmall, monkeypatch: pytest.MonkeyPatch, in_call: int
+) -> None:
+    monkeypatch.setattr(ray_cluster.RayCluster, "_in_call", lambda _: in_call)
     settings = {"clients": 40, "participation": 1.0, "rounds": 1, "fraction": 0.2}
     assert torch.equal(weights(run_small(**settings)), weights(run_small(**settings, engine="ray")))
 
@@ -250,7 +254,7 @@ def test_work_that_ends_a_second_worker_ends_the_run_and_is_named(tmp_path: Path
 
     def die(*places: int) -> None:
         actor = ray_connection.load("").remote(object).options(num_cpus=99).remote()  # for which there is no room
-        handle = ray_cluster.WorkerHandle(actor, None, "north", {f"answer {place}": place for place in places})
+        handle = ray_cluster.WorkerHandle(actor, None, "north", {f"answer {place}": [place] for place in places})
         engine._handles = [handle]
         engine._drop(handle, todo, groups, deaths, OSError("gone"))
 
@@ -259,6 +263,18 @@ def test_work_that_ends_a_second_worker_ends_the_run_and_is_named(tmp_path: Path
     die(4)  # for which it is the first time
     with pytest.raises(FedstillError, match=r"^client 3 in round 2, network cnn \(Stacked\), ended its worker 2 times"):
         die(3, 5)
+
+
+def test_small_clients_share_a_call_and_large_ones_have_one_each(tmp_path: Path) -> None:
+    setup = prepare(resolve(SMALL))
+    engine = ray_cluster.RayCluster(
+        Worker(setup.task, setup.federation, fedstill.FedAvg(), Store(tmp_path)), 1, cores=1
+    )
+    assert engine._in_call() == 1  # how large they are is not known
+    found = []
+    for engine._pace in (0.0, 0.01, 0.02, 0.05, 60.0):
+        found.append(engine._in_call())
+    assert found == [8, 4, 2, 1, 1]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -34,7 +35,9 @@ from fedstill.train.task import Task
 
 log = logging.getLogger(__name__)
 
-_QUEUED = 2  # requests a worker may hold, so that it never waits for the next
+_QUEUED = 2  # calls a worker may hold, so that it never waits for the next
+_CALL_SECONDS = 0.04  # of work in a call, if clients are small: each call costs some milliseconds of Ray's
+_MOST_IN_CALL = 8  # groups of requests, whose answers are in memory at once
 _DEATHS_ALLOWED = 2  # of workers by the same requests: one may be an accident, or a node that was switched off
 _STARTS_ALLOWED = 10  # of workers one after the other that end before they are ready
 _SECONDS = 20  # without a worker after which a user should know why nothing happens
@@ -51,7 +54,7 @@ class WorkerHandle:
     actor: Any
     starting: Any  # the reference to what it says when it is ready; None once it is
     node: str = ""
-    assigned: dict[Any, int] = field(default_factory=dict)  # by the references to the answers
+    assigned: dict[Any, list[int]] = field(default_factory=dict)  # of each call, by the reference to its answers
 
 
 class RayCluster(Engine):
@@ -66,6 +69,7 @@ class RayCluster(Engine):
         self._stored: Any = None
         self._handles: list[WorkerHandle] = []
         self._failed_starts = 0
+        self._pace = _CALL_SECONDS  # seconds that a group of requests takes, by the last answer
         self.deaths = 0
 
     def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
@@ -81,8 +85,10 @@ class RayCluster(Engine):
             for place in range(len(groups)):
                 while place not in done:
                     self._start_workers(min(len(todo), room))
+                    in_call = 1 if deaths else self._in_call()  # to know whose work it is that ends workers
                     # Far enough ahead to keep everyone busy behind one slow client, near enough to bound what waits.
-                    self._assign(todo, place + 4 * _QUEUED * len(self._handles), groups, broadcast)
+                    end = place + 4 * _QUEUED * in_call * len(self._handles)
+                    self._assign(todo, end, in_call, groups, broadcast)
                     self._receive(todo, done, groups, deaths)
                 yield from done.pop(place)
         except BaseException:
@@ -126,22 +132,30 @@ class RayCluster(Engine):
             home = {"folder": os.getcwd(), "path": list(sys.path), "gpu": bool(self._gpus), "versions": _versions()}
             self._handles.append(WorkerHandle(actor, actor.start.remote([self._stored], home)))
 
-    def _assign(self, todo: deque[int], end: int, groups: Sequence[Sequence[Request]], broadcast: Any) -> None:
+    def _in_call(self) -> int:
+        """How many groups of requests a worker gets at once."""
+        return max(1, min(_MOST_IN_CALL, round(_CALL_SECONDS / max(self._pace, 1e-6))))
+
+    def _assign(
+        self, todo: deque[int], end: int, in_call: int, groups: Sequence[Sequence[Request]], broadcast: Any
+    ) -> None:
         """Give out requests up to this place: to everyone before anyone gets more, the last ones to who is idle."""
         ready = [handle for handle in self._handles if handle.starting is None]
         while ready and todo and todo[0] < end:
             handle = min(ready, key=lambda handle: len(handle.assigned))
             if len(handle.assigned) == _QUEUED or (handle.assigned and len(todo) < len(ready)):
                 return
-            place = todo.popleft()
+            fair = -(-len(todo) // (2 * len(ready)))  # towards the end fewer, so that all end together
+            places = [todo.popleft() for _ in range(min(in_call, fair))]
             # In a list, Ray sends the reference: a worker fetches and decodes each broadcast once.
-            handle.assigned[handle.actor.work.remote(self._message(groups[place]), [broadcast])] = place
+            message = tree.encode({"groups": [self._with_states(groups[place]) for place in places]})
+            handle.assigned[handle.actor.work.remote(message, [broadcast])] = places
 
-    def _message(self, requests: Sequence[Request]) -> bytes:
+    def _with_states(self, requests: Sequence[Request]) -> Tree:
         """Requests with what their clients have kept."""
         store = self._worker.store
         states = [None if isinstance(r, Score) else store.read(r.client, before=r.round) for r in requests]
-        return tree.encode({"requests": [request_fields(request) for request in requests], "states": states})
+        return {"requests": [request_fields(request) for request in requests], "states": states}
 
     def _receive(
         self,
@@ -173,8 +187,9 @@ class RayCluster(Engine):
             if reference == handle.starting:
                 handle.starting, handle.node, self._failed_starts = None, answer["answer"], 0
                 continue
-            place = handle.assigned.pop(reference)
-            done[place] = self._kept(groups[place], answer["answer"])
+            places, found_groups = handle.assigned.pop(reference), answer["answer"]["groups"]
+            self._pace = answer["answer"]["seconds"] / len(places)
+            done |= {place: self._kept(groups[place], own) for place, own in zip(places, found_groups, strict=True)}
 
     def _kept(self, requests: Sequence[Request], found: Tree) -> list[Tree]:
         """The answers, once what the clients keep is kept."""
@@ -202,8 +217,8 @@ class RayCluster(Engine):
             if self._failed_starts >= _STARTS_ALLOWED:
                 raise FedstillError(f"workers do not start on the Ray cluster: {in_one_line(error)}") from error
         if handle.assigned:
-            places = sorted(handle.assigned.values())
-            first = next(iter(handle.assigned.values()))
+            places = sorted(place for call in handle.assigned.values() for place in call)
+            first = next(iter(handle.assigned.values()))[0]
             deaths[first] = deaths.get(first, 0) + 1
             work, where = self._worker.describe(groups[first]), handle.node
             if deaths[first] >= _DEATHS_ALLOWED:
@@ -291,7 +306,7 @@ class _Actor:
         return node
 
     def work(self, message: bytes, broadcast: list[Any]) -> bytes:
-        """The answers to a group of requests, and what their clients keep."""
+        """The answers to groups of requests, and what their clients keep."""
         with device.on(self._device):
             return encode_answer(partial(self._work, message, broadcast[0]), tree.encode)
 
@@ -300,8 +315,12 @@ class _Actor:
 
         if broadcast.hex() != self._broadcast:
             self._down, self._broadcast = tree.decode(ray.get(broadcast)), broadcast.hex()
+        began = time.perf_counter()
+        answers = [self._answers(group) for group in tree.decode(message)["groups"]]
+        return {"groups": answers, "seconds": time.perf_counter() - began}
+
+    def _answers(self, found: Tree) -> Tree:
         assert self._worker is not None
-        found = tree.decode(message)
         requests = [request_from(fields) for fields in found["requests"]]
         clients = [None if isinstance(request, Score) else request.client for request in requests]
         states = {c: s for c, s in zip(clients, found["states"], strict=True) if c is not None and s is not None}

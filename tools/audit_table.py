@@ -38,7 +38,7 @@ PRIVATE = {"target_epsilon": 8.0, "clip": 0.7}
 RUNS: dict[str, dict[str, Any]] = {
     "fedavg": {},
     "fedavg+dp": {"hyper": PRIVATE},
-    # The same epsilon, now from the server too: that clients are drawn by chance no longer helps.
+    # Private from the server too. That clients are drawn by chance no longer helps, so that it takes more noise.
     "fedavg+dp, noise of clients": {
         "secure_aggregation": True,
         "hyper": {"noise_multiplier": 3.3, "noise_shares": 40, "clip": 0.7},

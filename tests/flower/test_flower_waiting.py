@@ -109,7 +109,7 @@ def test_nobody_waits_when_the_server_ends() -> None:
     asyncio.run(run())
 
 
-class Bells:
+class Notified:
     """Counts who is woken."""
 
     def __init__(self) -> None:
@@ -162,33 +162,33 @@ def message(name: str, parts: list[str], answers: str = "", ttl: float = 1e12) -
 
 
 @pytest.fixture
-def bounded() -> tuple[Any, Uploads, Bells]:
-    kind, bells = type("Bounded", (State,), dict(State.__dict__)), Bells()
-    uploads = Uploads(100_000, bells)  # type: ignore[arg-type]
+def bounded() -> tuple[Any, Uploads, Notified]:
+    kind, notified = type("Bounded", (State,), dict(State.__dict__)), Notified()
+    uploads = Uploads(100_000, notified)  # type: ignore[arg-type]
     uploads.bound(kind)
-    return kind(), uploads, bells
+    return kind(), uploads, notified
 
 
 def test_a_site_is_woken_when_its_message_is_there_and_again_while_there_are_more(
-    bounded: tuple[Any, Uploads, Bells],
+    bounded: tuple[Any, Uploads, Notified],
 ) -> None:
-    flower, _, bells = bounded
+    flower, _, notified = bounded
     for name in NAMES[:2]:
         flower.store_message_and_object_tree(*message(name, [NAMES[5]]), "server")
-    assert not bells.messages
+    assert not notified.messages
     flower.store_object(1, "server", NAMES[5], b"weights")
-    assert not bells.messages
+    assert not notified.messages
     for name in NAMES[:2]:
         flower.store_object(1, "server", name, b"head")
-    assert bells.messages == [SITE, SITE]
+    assert notified.messages == [SITE, SITE]
     flower.get_message_ins(SITE, 1)
-    assert bells.messages == [SITE] * 3
+    assert notified.messages == [SITE] * 3
     flower.get_message_ins(SITE, 1)
-    assert bells.messages == [SITE] * 3
+    assert notified.messages == [SITE] * 3
 
 
 def test_a_message_that_a_site_has_not_confirmed_when_it_looks_again_is_given_again(
-    bounded: tuple[Any, Uploads, Bells],
+    bounded: tuple[Any, Uploads, Notified],
 ) -> None:
     flower, uploads, _ = bounded
     sent, tree = message(NAMES[0], [])
@@ -203,7 +203,7 @@ def test_a_message_that_a_site_has_not_confirmed_when_it_looks_again_is_given_ag
     assert uploads.waits("") == SITE
 
 
-def test_a_message_that_nobody_waits_for_any_more_is_not_given_again(bounded: tuple[Any, Uploads, Bells]) -> None:
+def test_a_message_that_nobody_waits_for_any_more_is_not_given_again(bounded: tuple[Any, Uploads, Notified]) -> None:
     flower, _, _ = bounded
     sent, tree = message(NAMES[0], [], ttl=1.0)
     flower.store_message_and_object_tree(sent, tree, "server")
@@ -211,21 +211,21 @@ def test_a_message_that_nobody_waits_for_any_more_is_not_given_again(bounded: tu
     assert flower.get_message_ins(SITE, 1) == []
 
 
-def test_the_server_hears_of_an_answer_when_all_of_it_is_there(bounded: tuple[Any, Uploads, Bells]) -> None:
-    flower, _, bells = bounded
+def test_the_server_hears_of_an_answer_when_all_of_it_is_there(bounded: tuple[Any, Uploads, Notified]) -> None:
+    flower, _, notified = bounded
     request, root, *parts = NAMES[:4]
     flower.store_message_and_object_tree(*message(root, parts, answers=request), "site")
     for name in parts:
         flower.store_object(1, "site", name, b"part")
-        assert not bells.answers
+        assert not notified.answers
     flower.store_object(1, "site", root, b"head")
-    assert bells.answers == [request]
+    assert notified.answers == [request]
 
 
-def test_the_server_hears_of_an_answer_that_is_refused(bounded: tuple[Any, Uploads, Bells]) -> None:
-    flower, _, bells = bounded
+def test_the_server_hears_of_an_answer_that_is_refused(bounded: tuple[Any, Uploads, Notified]) -> None:
+    flower, _, notified = bounded
     request, root, part = NAMES[:3]
     flower._on_push_session_expired = flower._cleanup_push_session = lambda *_, **__: None
     flower.store_message_and_object_tree(*message(root, [part], answers=request), "site")
     assert not flower.store_object(1, "site", part, bytes(300_000))
-    assert bells.answers == [request]
+    assert notified.answers == [request]

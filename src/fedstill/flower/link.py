@@ -48,7 +48,7 @@ _AGAIN = 1.0  # seconds before a request that was lost is sent again
 _TOGETHER = 0.05  # seconds in which answers are heard of together
 _ANYWAY = 30.0  # seconds after which an answer is looked for of which nothing was heard
 _READERS = 8  # answers that are read at once: each takes connections, and memory
-_MOST_BELLS = 100_000  # of answers that came too late
+_MOST_EVENTS = 100_000  # also of answers that came too late
 _KEYS = 1.0  # seconds between looks at who is to be let in
 # By what an answer shows that it is none, or too large; to request it again would bring the same.
 _UNREADABLE = (DataError, ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError)
@@ -129,7 +129,7 @@ class FlowerLink:
         self._looking = threading.Lock()
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="superlink-watch", daemon=True)
-        self._bells: dict[str, threading.Event] = {}  # by message: its answer is there
+        self._answer_events: dict[str, threading.Event] = {}  # by message: its answer is there
         self._hears = False  # whether the SuperLink says so
         self._readers = threading.BoundedSemaphore(_READERS)
 
@@ -230,14 +230,14 @@ class FlowerLink:
                 if node is not None and anew:
                     sent, looked = self._send(run, {site: node}, {site: request}, batch).get(site), time.monotonic()
                 overdue = not self._hears or node is None or time.monotonic() - looked > _ANYWAY
-                if sent is not None and sent.run is run and (overdue or self._bell(sent).is_set()):
+                if sent is not None and sent.run is run and (overdue or self._answer_event(sent).is_set()):
                     looked = time.monotonic()
                     answer = self._pull(site, sent, batch)
                     if answer is not None and answer.has_error() and answer.error.code in private.RESEND:
                         _log.info("%s: %s; sending it again", site, cleaned(answer.error.reason))
                         sent, wait = None, _AGAIN
                     elif answer is not None:
-                        self._bells.pop(sent.message, None)
+                        self._answer_events.pop(sent.message, None)
                         return _read(answer, batch.name, self._most_bytes)
             except httpx.HTTPError as error:  # the watcher brings the SuperLink back
                 _log.debug("%s: %s", site, error)
@@ -250,14 +250,14 @@ class FlowerLink:
             except Exception as error:  # noqa: BLE001 (Flower's own, such as an upload that did not come)
                 _log.info("%s: %s; sending it again", site, cleaned(error))
                 sent, wait = None, _AGAIN
-            heard = self._bell(sent) if sent is not None and self._hears else batch.closed
+            heard = self._answer_event(sent) if sent is not None and self._hears else batch.closed
             heard.wait(min(wait, max(0.0, batch.left())))
         return Failure(f"no answer within {batch.timeout:g} s" if present else "not connected")
 
     def _pull(self, site: str, sent: _PendingRequest, batch: _RequestBatch) -> Message | None:
         """A site's answer, if there is one."""
-        complete = self._bell(sent).is_set()
-        self._bell(sent).clear()
+        complete = self._answer_event(sent).is_set()
+        self._answer_event(sent).clear()
         with self._readers if complete else nullcontext():  # else it may have to be waited for
             return sent.run.pull(
                 sent.message,
@@ -286,9 +286,9 @@ class FlowerLink:
                 self._seen = time.monotonic(), run, nodes
             return run, nodes if run is not None else {}
 
-    def _bell(self, sent: _PendingRequest) -> threading.Event:
+    def _answer_event(self, sent: _PendingRequest) -> threading.Event:
         """What is set once there is an answer."""
-        return self._bells.setdefault(sent.message, threading.Event())
+        return self._answer_events.setdefault(sent.message, threading.Event())
 
     def _listen(self) -> None:
         """Hear which messages have been answered, so that nobody need look for each again and again."""
@@ -297,9 +297,9 @@ class FlowerLink:
                 for answered in self._address.answered():
                     self._hears = True
                     for message in answered:
-                        self._bells.setdefault(message, threading.Event()).set()
-                    while len(self._bells) > _MOST_BELLS:
-                        del self._bells[next(iter(self._bells))]
+                        self._answer_events.setdefault(message, threading.Event()).set()
+                    while len(self._answer_events) > _MOST_EVENTS:
+                        del self._answer_events[next(iter(self._answer_events))]
                     if self._stopping.wait(_TOGETHER):
                         return
             self._hears = False  # who waits looks for himself

@@ -122,9 +122,9 @@ class Uploads:
         if metadata.message_id in missing:  # its own object comes last
             self._announced[metadata.message_id] = metadata.dst_node_id
         else:
-            self._ring(metadata.dst_node_id, metadata.message_id)
+            self._notify(metadata.dst_node_id, metadata.message_id)
 
-    def _ring(self, node: int, message: str) -> None:
+    def _notify(self, node: int, message: str) -> None:
         with self._lock:
             self._pending.setdefault(node, set()).add(message)
         self._waiting.message_for(node)
@@ -186,7 +186,7 @@ class Uploads:
 
     def _arrived(self, session: str, name: str) -> None:
         if (node := self._announced.pop(name, None)) is not None:
-            self._ring(node, name)
+            self._notify(node, name)
         with self._lock:
             upload = self._uploads.get(session)
             if upload is not None and name in upload.missing:

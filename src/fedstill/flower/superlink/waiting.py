@@ -18,14 +18,14 @@ class Waiting:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._bells: dict[int, asyncio.Event] = {}  # of sites, by their numbers
+        self._events: dict[int, asyncio.Event] = {}  # of sites, by their numbers
         self._answered: list[str] = []  # requests, in the order in which their answers were there
         self._forgotten = 0  # of these
         self._news, self._over = asyncio.Event(), False
 
     def message_for(self, node: int) -> None:
         """There is, or may be, a message for this site."""
-        self._call(lambda: self._bell(node).set())
+        self._call(lambda: self._event(node).set())
 
     def answer_to(self, request: str) -> None:
         """All of an answer to this request is there, or the reason why there is none."""
@@ -34,16 +34,16 @@ class Waiting:
     def end(self) -> None:
         """Let nobody wait any more: the server ends."""
         self._over = True
-        for event in (self._news, *self._bells.values()):
+        for event in (self._news, *self._events.values()):
             event.set()
 
     async def for_message(self, node: int, seconds: float, gone: Callable[[], Awaitable[Any]]) -> bool:
         """Wait until there may be a message for a site, or so long; False if the site is `gone` before that."""
         self._loop = asyncio.get_running_loop()
-        bell = self._bell(node)
-        there = await _first(bell.wait, gone, seconds)
+        event = self._event(node)
+        there = await _first(event.wait, gone, seconds)
         if there and not self._over:
-            bell.clear()  # before one looks: what comes after that rings again
+            event.clear()  # before one looks: what comes after that sets it again
         return there
 
     async def for_answers(self, after: int, seconds: float, gone: Callable[[], Awaitable[Any]]) -> dict[str, Any]:
@@ -55,11 +55,11 @@ class Waiting:
         first = max(0, after - self._forgotten) if after <= self._forgotten + len(self._answered) else 0
         return {"answered": self._answered[first:], "after": self._forgotten + len(self._answered)}
 
-    def _bell(self, node: int) -> asyncio.Event:
-        if node not in self._bells or self._over:
-            self._bells[node] = asyncio.Event()
-            self._bells[node].set()  # what was there before the first look is not known
-        return self._bells[node]
+    def _event(self, node: int) -> asyncio.Event:
+        if node not in self._events or self._over:
+            self._events[node] = asyncio.Event()
+            self._events[node].set()  # what was there before the first look is not known
+        return self._events[node]
 
     def _note(self, request: str) -> None:
         self._answered.append(request)

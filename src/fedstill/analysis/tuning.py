@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from rich.console import Console
 
 from fedstill.analysis.comparing import Comparison, method_name, own_names, plan, run_comparison, settings_known, slug
-from fedstill.building.config import Config, anchored
+from fedstill.building.config import Config, anchored, check_validated, read_toml, resolve
 from fedstill.building.keywords import Keywords
 from fedstill.building.suggestions import unknown_setting
 from fedstill.building.task import Network
@@ -35,14 +35,14 @@ from fedstill.running.callbacks import Callback, check_callbacks
 from fedstill.running.directory import without_nan
 from fedstill.running.progress import in_notebook
 from fedstill.running.trackers import placed
-from fedstill.studies.cells import Cell, check
+from fedstill.studies.cells import Cell, check, other_settings
 from fedstill.studies.progress import AllRuns
 from fedstill.studies.trials import Sampler, Search, Terms, Trial
 from fedstill.studies.tuning import corners, search
 
 VALIDATION = 0.1  # unless it is set
 _LR = {"sgd": "log:0.003..0.3", "adam": "log:1e-4..1e-2"}  # by optimiser: where lr is searched if nothing else is said
-_TESTED = {"final_accuracy": "accuracy", "final_amp": "AMP", "final_wlp": "WLP"}
+_TESTED = {"accuracy": "accuracy", "amp": "AMP", "wlp": "WLP"}
 Configure = Callable[[str, Mapping[str, Any], int], tuple[Config, dict[str, Any]]]  # method, settings, which seed
 
 
@@ -99,16 +99,18 @@ class Tuning:
     def _tested_table(self) -> Table:
         assert self.comparison is not None
         rows, seeds = self.comparison.rows[0], self.comparison.seeds
+        restored = all(cell.config.restore_best for row in rows for cell in row.cells)
+        of = "of the round that was selected" if restored else "final: mean of the last five evaluations"
         shown = Table(
             "The winners on the test set",
             ("", *_TESTED.values()),
-            f"mean of {seeds} fresh seeds, with Student's 95 % interval of the mean · final: mean of the last five "
-            "evaluations",
+            f"mean of {seeds} fresh seeds, with Student's 95 % interval of the mean · {of}",
         )
         for row in rows:
             cells, numbers = list[str](), dict[str, float]()
             for metric, name in _TESTED.items():
-                values = [value for value in row.values(metric) if value is not None]
+                measured = row.values(f"selected.{metric}" if restored else f"final_{metric}")
+                values = [value for value in measured if value is not None]
                 mean = paired(values, [0.0] * len(values), interval="student") if len(values) == seeds else None
                 cells.append(_interval(mean))
                 numbers |= {name: mean.mean, f"{name}_low": mean.low, f"{name}_high": mean.high} if mean else {}
@@ -148,7 +150,7 @@ class Tuning:
         if important:
             after = next(iter(self.searches.values())).compared_after
             found.append(self.path / "importance.png")
-            pictures.importances(important, found[-1], title=f"{title(self.objectives[0])} after {after} rounds")
+            pictures.importances(important, found[-1], title=f"{title(self.objectives[0])} {pictures.after(after)}")
         if len(self.objectives) == 2:
             fronts = {method: _points(each, each.front) for method, each in self.searches.items()}
             found.append(self.path / "pareto.png")
@@ -219,16 +221,20 @@ def layer(point: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
     return run | {"hyper": {name: value for name, value in point.items() if name in own}}
 
 
-def _check_space(method: str, space: Space, configure: Configure, folder: Path) -> None:
-    """Find a value that is not allowed, or not used, before the first run."""
+def _check_search(method: str, space: Space, configure: Configure, folder: Path, terms: Terms) -> None:
+    """Find a value that is not allowed, or not used, or an objective that is not measured, before the first run."""
     found = []
     for point in corners(space):
         config, own = configure(method, point, 0)
         for name, value in point.items():
             if config.hyper.get(name, getattr(config, name, None)) != value:
                 raise SettingError(f"{name} is to be searched for {method}, and is set as well; leave one of them out")
+        if not config.validation:
+            raise SettingError("validation = 0: a search is judged by samples that are held out; leave it at 0.1, say")
+        for objective in terms.objectives:
+            check_validated(config, "objective", objective)
         found.append(Cell(folder, config, own))
-    check(found[:1])
+    check(found)
 
 
 def run_tuning(
@@ -247,7 +253,7 @@ def run_tuning(
     check_callbacks(callbacks)
     callbacks = placed(callbacks, folder)
     for method, space in spaces.items():
-        _check_space(method, space, configure, folder / slug(method))
+        _check_search(method, space, configure, folder / slug(method), terms)
 
     def watch(cells: Sequence[Cell]) -> AbstractContextManager[AllRuns]:
         assert console is not None
@@ -313,6 +319,18 @@ def read_winners(folder: Path) -> dict[str, dict[str, Any]]:
         raise SettingError(f"--tuned {folder}: there is no {files.TUNING}; 'fedstill tune … --out {folder}' writes one")
     found = read_json(path)["methods"]
     return {method: each["settings"] for method, each in found.items() if each["best"] is not None}
+
+
+def doubts(folder: Path, method: str, compared: Sequence[Config]) -> list[str]:
+    """Why a comparison may not show what the winner's settings are worth: other settings, or seeds that chose it."""
+    winner = resolve(read_toml(folder / slug(method) / BEST))
+    found = []
+    if difference := other_settings(winner.model_copy(update={"seed": compared[0].seed}), compared[0]):
+        found.append(f"{method} was tuned with other settings ({difference})")
+    fresh = winner.seed + read_json(folder / files.TUNING)["terms"]["seeds"]
+    if any(winner.seed <= config.seed < fresh for config in compared):
+        found.append(f"seeds {winner.seed} to {fresh - 1} chose the settings of {method}; --seed {fresh} is fresh")
+    return found
 
 
 def winner_of(winners: Mapping[str, dict[str, Any]], method: str, folder: Path) -> dict[str, Any]:

@@ -30,6 +30,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "local models drift apart": ({"skew": 0.3}, {"skew": 0.29}),
     "a teacher at hand": ({}, {"weights": False}),
     "uneven classes": ({"skew": 0.3}, {"skew": 0.29}),
+    "uneven classes of texts": ({"skew": 0.3, "kind": "text"}, {"kind": "table"}),
+    "uneven classes in tables": ({"skew": 0.3, "kind": "table"}, {"skew": 0.29}),
     "nearly even classes": ({"skew": 0.29}, {"skew": 0.3}),
     "few samples a client": ({"samples": 49.0}, {"samples": 50.0}),
     "clients of very different size": ({"size_ratio": 5.0}, {"size_ratio": 4.9}),
@@ -68,6 +70,7 @@ def test_evidence_is_what_the_results_say() -> None:
         assert found["verdict"] == "confirmed"
         (of,), (than,) = found["check"]["of"], found["check"]["than"]
         assert (of["row"], than["row"], of.get("alpha")) == (evidence["of"], evidence["than"], evidence.get("alpha"))
+        assert evidence["data"] == RESULTS["presets"][evidence["preset"]]["settings"]["data"]
         assert list(rule.methods) == [of["row"].lower()]  # and of no other method
         for name in ("mean", "low", "high"):
             assert found["difference"][name] == pytest.approx(evidence[name], abs=5e-5)

@@ -53,13 +53,13 @@ class Rule:
 
     @property
     def shown(self) -> str:
-        """What our runs say of it."""
+        """What our runs say of it; empty if they say nothing."""
         if self.evidence is None:
-            return "no run of ours shows it"
+            return ""
         low, mean, high = (100 * self.evidence[name] for name in ("low", "mean", "high"))
         at = f" at alpha {self.evidence['alpha']:g}" if "alpha" in self.evidence else ""
-        metric, than, preset = (self.evidence[name] for name in ("metric", "than", "preset"))
-        return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}] points of {metric} over {than}{at} ({preset})"
+        metric, than, data, preset = (self.evidence[name] for name in ("metric", "than", "data", "preset"))
+        return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}] points of {metric} over {than} on {data}{at} ({preset})"
 
 
 def _holds(fact: Any, condition: str) -> bool:
@@ -162,7 +162,7 @@ class Advice:
             shown.add(
                 " ".join([each.method, *words]),
                 "; ".join(f"{rule.name}: {rule.why}" for rule in each.because),
-                "; ".join(dict.fromkeys(rule.shown for rule in each.because)),
+                "; ".join(rule.shown for rule in each.because if rule.shown) or "no run of ours shows it",
                 f"{size_in_words(each.bytes_down)} / {size_in_words(each.bytes_up)}",
                 f"{each.time:g}",
                 ", ".join(each.reveals) or "nothing",

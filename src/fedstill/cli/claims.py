@@ -236,6 +236,7 @@ def markdown(found: Saved) -> str:
         lines.append("|---|---|---|--:|--:|--:|--:|--:|--:|---|")
         lines += [_line(result) for result in claim["checks"]]
         lines += _what_decides(claim, found.get("factorials", {}))
+    lines += ["", "## Tuned", "", found["tuned"].strip()] if found.get("tuned") else []
     lines += ["", "## The runs", "", "What each preset reduces, and its settings at the cpu scale:", ""]
     described: dict[str, str] = {}
     for name, preset in found["presets"].items():

@@ -267,6 +267,7 @@ def saved(evidence: Evidence, earlier: Mapping[str, Any] | None = None) -> dict[
             for claim in claims()
         ],
         "factorials": earlier.get("factorials", {}),
+        "tuned": earlier.get("tuned", ""),  # by tools/tuned.py
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import fedstill
+from fedstill.analysis.tuning import doubts
 from fedstill.building.config import read_toml, resolve
 from fedstill.core.errors import DataError, Diverged, SettingError
 from fedstill.core.space import Choices, Range, parse_axis, parse_space
@@ -162,6 +163,9 @@ def test_compare_uses_the_winners(halved: fedstill.Tuning, tmp_path: Path, caplo
     assert {"lr": config.lr, "mu": config.hyper["mu"]} == halved.winners["fedprox"]
     assert "fedprox was tuned with other settings" in caplog.text
     assert "seeds 0 to 0 chose the settings of fedprox; --seed 1 is fresh" in caplog.text
+    (halved.path / "fedavg/best.toml").rename(tmp_path / "best.toml")
+    assert doubts(halved.path, "fedavg", [config]) == ["the search for fedavg has not ended"]
+    (tmp_path / "best.toml").rename(halved.path / "fedavg/best.toml")
     other = type_in("compare", "fedgkd", "--tuned", str(halved.path), *FLAGS.split(), "--out", str(tmp_path / "other"))
     assert "fedgkd was not tuned there" in other.err
 

@@ -323,8 +323,10 @@ def read_winners(folder: Path) -> dict[str, dict[str, Any]]:
 
 def doubts(folder: Path, method: str, compared: Sequence[Config]) -> list[str]:
     """Why a comparison may not show what the winner's settings are worth: other settings, or seeds that chose it."""
-    winner = resolve(read_toml(folder / slug(method) / BEST))
-    found = []
+    path, found = folder / slug(method) / BEST, []
+    if not path.is_file():
+        return [f"the search for {method} has not ended"]
+    winner = resolve(read_toml(path))
     if difference := other_settings(winner.model_copy(update={"seed": compared[0].seed}), compared[0]):
         found.append(f"{method} was tuned with other settings ({difference})")
     fresh = winner.seed + read_json(folder / files.TUNING)["terms"]["seeds"]

@@ -65,10 +65,11 @@ def compare(
 
     if sweep[0]:
         log.warning(SWEPT)
-    for method in methods if tuned else ():
-        compared = [configure(method, sweep[0], seed)[0] for seed in range(seeds)]
-        for warning in doubts(tuned, method, compared):
-            log.warning("--tuned %s: %s", tuned, warning)
+    if tuned:
+        for method in methods:
+            compared = [configure(method, sweep[0], seed)[0] for seed in range(seeds)]
+            for warning in doubts(tuned, method, compared):
+                log.warning("--tuned %s: %s", tuned, warning)
     cells = plan(methods, configure, sweep, seeds, folder, own_callbacks(callbacks, trackers))
     title = "" if sweep[0] else title_of(first).removesuffix(f", seed {first.seed}") + f", {seeds} seeds"
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import fedstill
-from fedstill.analysis.tuning import doubts
+from fedstill.analysis.winners import doubts
 from fedstill.building.config import read_toml, resolve
 from fedstill.core.errors import DataError, Diverged, SettingError
 from fedstill.core.space import Choices, Range, parse_axis, parse_space

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.analysis.comparing import own_names, plan, run_comparison, slug
-from fedstill.analysis.tuning import doubts, layer, read_winners, winner_of
+from fedstill.analysis.tuning import layer
+from fedstill.analysis.winners import doubts, read_winners, winner_of
 from fedstill.building.config import Config, parse_sweeps
 from fedstill.cli.commands import (
     Flags,

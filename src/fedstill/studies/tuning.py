@@ -68,12 +68,17 @@ class TrialRun(Cell):
 def rungs_of(config: Config, terms: Terms) -> list[int]:
     """After how many rounds trials are compared; the last are all rounds.
 
+    They are rounds that are evaluated anyway: one more would count towards a mean of the last evaluations, and patience.
+
     >>> rungs_of(Config(rounds=30), Terms()), rungs_of(Config(rounds=30), Terms(halving=0))
     ([4, 10, 30], [30])
+    >>> rungs_of(Config(rounds=30, eval_every=4), Terms())
+    [4, 12, 30]
     """
     if not terms.halves:
         return [config.rounds]
-    step = 1 if config.flat else config.rounds_per_episode  # there is no model of all regions within an episode
+    # Within an episode there is no model of all regions.
+    step = config.eval_every if config.flat else math.lcm(config.eval_every, config.rounds_per_episode)
     found = {step * math.ceil(config.rounds / terms.halving**left / step) for left in range(RUNGS)}
     return sorted({min(rounds, config.rounds) for rounds in found})
 

@@ -78,7 +78,8 @@ def rungs_of(config: Config, terms: Terms) -> list[int]:
     if not terms.halves:
         return [config.rounds]
     # Within an episode there is no model of all regions.
-    step = config.eval_every if config.flat else math.lcm(config.eval_every, config.rounds_per_episode)
+    evaluated = config.eval_every or 1  # 0: only after the last round, which each of them then is
+    step = evaluated if config.flat else math.lcm(evaluated, config.rounds_per_episode)
     found = {step * math.ceil(config.rounds / terms.halving**left / step) for left in range(RUNGS)}
     return sorted({min(rounds, config.rounds) for rounds in found})
 

@@ -13,14 +13,14 @@ import pytest
 import fedstill
 from fedstill.analysis.winners import doubts
 from fedstill.building.config import read_toml, resolve
-from fedstill.core.errors import DataError, Diverged, SettingError
+from fedstill.core.errors import DataError, SettingError
 from fedstill.core.space import Choices, Range, parse_axis, parse_space
 from fedstill.methods import registry
-from fedstill.running.uplinks import TooFewClients
-from fedstill.studies import cells, tuning
+from fedstill.studies import tuning
 from fedstill.studies.cells import Cell, Failure
 from fedstill.studies.trials import Search, Terms, Trial
 from support.commandline import fedstill as type_in
+from support.in_process import in_process, one_by_one
 from support.runs import SMALL
 
 pytest.importorskip("optuna")
@@ -38,23 +38,9 @@ HALVED: dict[str, Any] = {
 }
 
 
-def one_by_one(todo: Sequence[Cell], **_: Any) -> dict[Path, Failure]:
-    """The runs in this process, which is quicker than one for each."""
-    failed = {}
-    for cell in todo:
-        try:
-            if not cell.finished:
-                cells.carry_out(cell)
-        except (Diverged, TooFewClients) as error:
-            failed[cell.path] = Failure(str(error), diverged=True)
-    return failed
-
-
 @pytest.fixture(scope="module", autouse=True)
-def in_process() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "try_cells", one_by_one)
-        patch.setattr(cells, "try_cells", one_by_one)
+def cells_in_process() -> Iterator[None]:
+    with in_process():
         yield
 
 

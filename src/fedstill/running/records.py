@@ -141,7 +141,7 @@ def summarise(config: Config, records: Sequence[RoundRecord], final_exchange: Ma
         summary["metric_names"] = [short_name(name) for name in config.metrics]
     if last and (unmeasured := last[-1].get("unmeasured")):
         summary["unmeasured"] = unmeasured
-    if chosen := _selected(config.select, scored):
+    if chosen := _selected(config.select, records):
         summary["selected"] = chosen
     if config.target_accuracy:
         reached = [round_ for round_, value in by_headline.items() if value >= config.target_accuracy]
@@ -149,12 +149,12 @@ def summarise(config: Config, records: Sequence[RoundRecord], final_exchange: Ma
     return summary
 
 
-def _selected(select: str, scored: Sequence[RoundRecord]) -> dict[str, Any]:
+def _selected(select: str, records: Sequence[RoundRecord]) -> dict[str, Any]:
     """The scores of the first round that is best by the number that settings select by."""
-    values = {i: value for i, r in enumerate(scored) if select and (value := value_of(r, select)) is not None}
+    values = {i: value for i, r in enumerate(records) if select and (value := value_of(r, select)) is not None}
     if not values:
         return {}
-    best = scored[(max if usual_mode(select) == "max" else min)(values, key=lambda i: values[i])]
+    best = records[(max if usual_mode(select) == "max" else min)(values, key=lambda i: values[i])]
     scores = {name: best[name] for name in (*QUALITY, *VALIDATION, "metrics") if name in best}  # type: ignore[literal-required]
     return {"round": best["round"], "by": select, **scores}
 

@@ -47,7 +47,7 @@ PAPERS: dict[str, dict[str, Any]] = {  # as in the presets of FedKF's tables, Fe
     "fedprox": {"mu": 0.001},
     "fedgkd": {"gamma": 0.001, "buffer": 5},
     "fedgkd-vote": {"lambda": 0.1, "buffer": 5},
-    "fedkf": {"width": WIDTH},
+    "fedkf": {"gamma": 1.0, "beta": 0.001, "width": WIDTH},
     "fedavg+t1": {},
 }
 LR = 0.01  # the papers'

@@ -51,7 +51,7 @@ def test_every_method_is_there_tuned_and_not_and_the_tables_are_kept(
     assert found["claims"] == []
     rows = re.findall(r"^\| (`\S+`)? \| (papers'|tuned) \|.*$", found["tuned"], re.MULTILINE)
     assert rows == [("`fedavg`", "papers'"), ("", "tuned"), ("`fedkf`", "papers'"), ("", "tuned")]
-    assert "| `fedkf` | lr 0.01, gamma default, beta default |" in found["tuned"]
+    assert "| `fedkf` | lr 0.01, gamma 1.0, beta 0.001 |" in found["tuned"]
     assert "finds the same winner" in found["tuned"]  # with one round nothing can be stopped on the way
 
 

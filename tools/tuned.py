@@ -64,6 +64,7 @@ a fifth is active, `dir_fedkf`, {SETTINGS["rounds"]} rounds of {SETTINGS["epochs
 fixed before any result was seen; the papers train for several times as many rounds, so that their learning rate of
 {LR:g} comes off worse here than it would there. One seed a trial is a noisy judge, and 18 trials of one to three
 settings find a good learning rate rather than a good anything else. FedKF's generator has {WIDTH} channels, not 128.
+After the first three rounds most trials are still at chance, so that the first cut of the halving is close to a draw.
 
     python tools/tuned.py --out runs/tuned --data-dir DATA --results docs/results.json"""
 

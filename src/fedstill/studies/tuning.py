@@ -68,7 +68,7 @@ class TrialRun(Cell):
 def rungs_of(config: Config, terms: Terms) -> list[int]:
     """After how many rounds trials are compared; the last are all rounds.
 
-    They are rounds that are evaluated anyway: one more would count towards a mean of the last evaluations, and patience.
+    They are rounds that are evaluated anyway: one more would count in the mean of the last ones, and for patience.
 
     >>> rungs_of(Config(rounds=30), Terms()), rungs_of(Config(rounds=30), Terms(halving=0))
     ([4, 10, 30], [30])

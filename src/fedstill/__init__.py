@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from fedstill.analysis.comparing import Comparison, compare
     from fedstill.analysis.listings import Partition, list_methods, list_presets, list_settings, partition
     from fedstill.analysis.reproducing import Reproduction, reproduce
-    from fedstill.analysis.tuning import Tuning, tune
+    from fedstill.analysis.tuned import Tuning
+    from fedstill.analysis.tuning import tune
     from fedstill.building.schema import Config
     from fedstill.core.errors import DataError, FedstillError, SettingError
     from fedstill.core.table import Table
@@ -62,7 +63,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "fedstill.aggregate.mean": ("weighted_mean",),
     "fedstill.analysis.comparing": ("Comparison", "compare"),
-    "fedstill.analysis.tuning": ("Tuning", "tune"),
+    "fedstill.analysis.tuned": ("Tuning",),
+    "fedstill.analysis.tuning": ("tune",),
     "fedstill.analysis.listings": ("Partition", "list_methods", "list_presets", "list_settings", "partition"),
     "fedstill.analysis.reproducing": ("Reproduction", "reproduce"),
     "fedstill.building.schema": ("Config",),

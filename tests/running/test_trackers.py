@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typer.main import get_command
 
 import fedstill
 from fedstill.cli.main import app
-from fedstill.running.trackers import Tracker, placed
+from fedstill.running.trackers import _IMPATIENT, Tracker, placed
 from support.commandline import fedstill as type_in
 from support.runs import SMALL, weights
 
@@ -75,7 +76,8 @@ def test_a_tracker_gets_settings_numbers_and_files_and_goes_on_with_its_run(tmp_
     (_, (round_, numbers)), (_, (artefacts, failed)) = after.heard[1:]
     assert (round_, numbers["accuracy"], failed) == (3, result.records[-1]["accuracy"], False)
     assert numbers["per_class/T-shirt/top"] == result.records[-1]["per_class"][0]
-    assert {"config.toml", "model.safetensors", "summary.json", "curves.png"} <= set(artefacts)
+    assert {"config.toml", "model.safetensors", "summary.json", "curves.png", "report.html"} <= set(artefacts)
+    assert "fedprox" in (path / "report.html").read_text()
 
 
 def test_runs_of_a_comparison_are_one_experiment(tmp_path: Path) -> None:
@@ -124,6 +126,37 @@ def test_mlflow_has_the_settings_every_round_and_the_files(tmp_path: Path, monke
     history = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "accuracy")}
     assert history == {record["round"]: record["accuracy"] for record in result.records}
     assert "model.safetensors" in {found.path for found in client.list_artifacts(run.info.run_id)}
+
+
+@pytest.mark.slow
+def test_mlflow_goes_on_with_a_run_and_has_those_of_a_comparison_in_one_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    fedstill.compare(["fedavg", "fedprox"], **TINY, out=tmp_path / "both", callbacks=[fedstill.MLflow()], jobs=2)
+    fedstill.resume(tmp_path / "both/fedprox", rounds=5, callbacks=[fedstill.MLflow(folder=tmp_path / "both")])
+    client = mlflow.tracking.MlflowClient((tmp_path / "both/mlruns").as_uri())
+    runs = client.search_runs([client.get_experiment_by_name("both").experiment_id])
+    steps = {
+        run.info.run_name: sorted(metric.step for metric in client.get_metric_history(run.info.run_id, "accuracy"))
+        for run in runs
+    }
+    assert steps == {"fedavg": [1, 2, 3], "fedprox": [1, 2, 3, 4, 5]}
+
+
+@pytest.mark.slow
+def test_a_run_does_not_wait_long_for_an_mlflow_server_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # where nobody answers
+    for name in _IMPATIENT:
+        monkeypatch.delenv(name, raising=False)
+    assert fedstill.run(**TINY, callbacks=[fedstill.MLflow()]).summary["rounds"] == 3
+    assert "MLflow: nothing is tracked any more" in caplog.text
+    assert {name: os.environ[name] for name in _IMPATIENT} == _IMPATIENT
 
 
 @pytest.mark.slow

@@ -94,8 +94,10 @@ def test_selection_and_early_stopping_go_on_exactly_after_an_interruption(tmp_pa
     assert whole.summary["stopped_by"] == "EarlyStopping"
     values = [record["val_amp"] for record in whole.records]
     best = whole.summary["restored_round"]
-    assert stopped == best + 2
-    assert all(value <= values[best - 1] + 0.02 for value in values[best:])
+    assert best == 1 + values.index(max(values))  # by however little
+    assert stopped == _stops(values, patience=2, min_delta=0.02)
+    chosen_by_hand = {"round": best, "by": "val_amp", "val_amp": max(values), "amp": whole.records[best - 1]["amp"]}
+    assert chosen_by_hand.items() <= whole.summary["selected"].items()
     with pytest.raises(KeyboardInterrupt):
         fedstill.run(**TINY | HELD | chosen, out=tmp_path / "cut", callbacks=[Wandering(stopped)])
     resumed = fedstill.resume(tmp_path / "cut")
@@ -104,8 +106,31 @@ def test_selection_and_early_stopping_go_on_exactly_after_an_interruption(tmp_pa
     kept = [(tmp_path / name / "best.safetensors") for name in ("cut", "whole")]
     assert kept[0].read_bytes() == kept[1].read_bytes()
     with safe_open(kept[0], "pt") as file:
-        round_ = int(file.metadata()["round"])
-    assert values[round_ - 1] == max(values)
+        assert int(file.metadata()["round"]) == best
+        same = file.get_tensor
+        assert all(same(name).equal(tensor) for name, tensor in whole.model.state_dict().items())
+
+
+def _stops(values: list[float], patience: int, min_delta: float) -> int:
+    """The round in which a run stops: the last improvement was by more than `min_delta` over the one before."""
+    improved, waited = values[0], 0
+    for round_, value in enumerate(values[1:], 2):
+        improved, waited = (value, 0) if value > improved + min_delta else (improved, waited + 1)
+        if waited == patience:
+            return round_
+    return len(values)
+
+
+def test_small_gains_do_not_keep_a_run_going_and_are_still_the_best(tmp_path: Path) -> None:
+    class Rising(fedstill.EarlyStopping):
+        """Hears of a number that rises by 0.01 a round."""
+
+        def on_round_end(self, run: fedstill.RunView, record: Any) -> bool:
+            return super().on_round_end(run, {**record, "mine": 0.01 * record["round"]})  # type: ignore[typeddict-item]
+
+    stop = Rising("mine", patience=2, min_delta=0.05, restore_best=True)
+    summary = fedstill.run(**TINY, callbacks=[stop]).summary
+    assert (summary["rounds"], summary["restored_round"]) == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +139,8 @@ def test_selection_and_early_stopping_go_on_exactly_after_an_interruption(tmp_pa
         ({"select": "val_amp"}, "nothing is held out"),
         ({"patience": 3}, "set select"),
         ({"restore_best": True}, "set select"),
-        (HELD | {"select": "val_apm"}, "the rounds have"),
+        (HELD | {"select": "val_apm"}, "of validation there are val_accuracy"),
+        ({"select": "apm"}, "the rounds have"),
         ({"validation": 1.0}, "validation"),
     ],
 )

@@ -254,6 +254,7 @@ def test_a_claim_that_is_not_confirmed_says_what_may_decide_it() -> None:
     assert "**Still open:** which" in page
     found["factorials"] = {"rounds": {"title": "rounds and seeds", "tables": "| rounds |\n|---|\n| 5 |\n"}}
     assert "**Factorial** `tools/factorials/rounds.toml`: rounds and seeds\n\n| rounds |\n" in command.markdown(found)
+    assert "\n## Tuned\n\nEach alike.\n\n## The runs\n" in command.markdown(found | {"tuned": "Each alike.\n"})
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 import fedstill
+from fedstill.analysis.winners import doubts
 from fedstill.building.config import read_toml, resolve
-from fedstill.core.errors import Diverged, SettingError
+from fedstill.core.errors import DataError, SettingError
 from fedstill.core.space import Choices, Range, parse_axis, parse_space
 from fedstill.methods import registry
-from fedstill.running.uplinks import TooFewClients
-from fedstill.studies import cells, tuning
+from fedstill.studies import tuning
 from fedstill.studies.cells import Cell, Failure
 from fedstill.studies.trials import Search, Terms, Trial
 from support.commandline import fedstill as type_in
+from support.in_process import in_process, one_by_one
 from support.runs import SMALL
 
 pytest.importorskip("optuna")
@@ -37,23 +38,9 @@ HALVED: dict[str, Any] = {
 }
 
 
-def one_by_one(todo: Sequence[Cell], **_: Any) -> dict[Path, Failure]:
-    """The runs in this process, which is quicker than one for each."""
-    failed = {}
-    for cell in todo:
-        try:
-            if not cell.finished:
-                cells.carry_out(cell)
-        except (Diverged, TooFewClients) as error:
-            failed[cell.path] = Failure(str(error), diverged=True)
-    return failed
-
-
 @pytest.fixture(scope="module", autouse=True)
-def in_process() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "try_cells", one_by_one)
-        patch.setattr(cells, "try_cells", one_by_one)
+def cells_in_process() -> Iterator[None]:
+    with in_process():
         yield
 
 
@@ -145,7 +132,7 @@ def test_winners_are_written_down_and_tested_once_on_fresh_seeds_and_all_samples
 
 
 @pytest.mark.slow
-def test_compare_uses_the_winners(halved: fedstill.Tuning, tmp_path: Path) -> None:
+def test_compare_uses_the_winners(halved: fedstill.Tuning, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     done = type_in(
         "compare",
         "fedprox",
@@ -160,8 +147,25 @@ def test_compare_uses_the_winners(halved: fedstill.Tuning, tmp_path: Path) -> No
     assert done.code == 0, done.err
     config = resolve(read_toml(tmp_path / "both/fedprox/config.toml"))
     assert {"lr": config.lr, "mu": config.hyper["mu"]} == halved.winners["fedprox"]
+    assert "fedprox was tuned with other settings" in caplog.text
+    assert "seeds 0 to 0 chose the settings of fedprox; --seed 1 is fresh" in caplog.text
+    (halved.path / "fedavg/best.toml").rename(tmp_path / "best.toml")
+    assert doubts(halved.path, "fedavg", [config]) == ["the search for fedavg has not ended"]
+    (tmp_path / "best.toml").rename(halved.path / "fedavg/best.toml")
     other = type_in("compare", "fedgkd", "--tuned", str(halved.path), *FLAGS.split(), "--out", str(tmp_path / "other"))
     assert "fedgkd was not tuned there" in other.err
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_tpe_learns_from_the_first_group_of_a_halved_search(sampler: Any) -> None:
+    def second_group(sign: int) -> list[dict[str, Any]]:
+        space = {"lr": parse_axis("lr", "log:1e-4..1")}
+        study = tuning._Study(Search("fedavg", space, Terms(sampler=sampler), rounds=9), seed=0)
+        group = [Trial(i, drawn, Path(), {9: [[sign * drawn["lr"]]]}) for i, drawn in enumerate(study.ask(9))]
+        study.tell(group)
+        return study.ask(9)
+
+    assert (second_group(1) == second_group(-1)) is (sampler == "random")
 
 
 def test_the_front_holds_what_nothing_exceeds_in_both() -> None:
@@ -209,7 +213,7 @@ def test_spaces_are_read_as_people_write_them(text: str, axis: Any) -> None:
     assert parse_axis("x", text) == axis
 
 
-@pytest.mark.parametrize("text", ["1..", "log:0..1", "lug:1..2", "2..1", "", "1,1", "int:0.5..2"])
+@pytest.mark.parametrize("text", ["1..", "log:0..1", "lug:1..2", "2..1", "", "1,1", "int:0.5..2", "1...2"])
 def test_what_is_no_space_is_refused(text: str) -> None:
     with pytest.raises(SettingError, match=r"space of x|--space"):
         parse_axis("x", text) if text else parse_space(["x="])
@@ -226,12 +230,16 @@ def test_what_is_no_space_is_refused(text: str) -> None:
         ({"sampler": "grid"}, "a grid needs its values"),
         ({"halving": 1}, "at least 2"),
         ({"trials": 0}, "needs a budget"),
-        ({"objective": "val_auroc"}, "does not have it"),
+        ({"objective": "val_auroc"}, "of validation there are"),
+        ({"validation": 0}, "held out"),
+        ({"space": {"partition": ["iid", "natural"]}}, "does not say who owns a sample"),
+        ({"validation": 0.1, "objective": "val_accuracy", "trials": -1}, "trials = -1"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises((SettingError, DataError), match=message):
         fedstill.tune("fedprox", **TINY | {"rounds": 1, "trials": 1, "out": tmp_path / "no"} | change)
+    assert not (tmp_path / "no").exists()  # before the first run
 
 
 def test_a_setting_that_is_searched_cannot_be_set_as_well(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -45,6 +45,7 @@ class Rule:
     methods: Mapping[str, int]  # points
     why: str
     evidence: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # without which it would not be true of the methods
 
     def holds(self, facts: Mapping[str, Any]) -> bool:
         """Whether the data are as the rule says."""
@@ -52,11 +53,13 @@ class Rule:
 
     @property
     def shown(self) -> str:
-        """What our runs say of it."""
+        """What our runs say of it; empty if they say nothing."""
         if self.evidence is None:
-            return "no run of ours shows it"
+            return ""
         low, mean, high = (100 * self.evidence[name] for name in ("low", "mean", "high"))
-        return f"{self.evidence['preset']}: {mean:+.1f} points of {self.evidence['metric']} [{low:+.1f}, {high:+.1f}]"
+        at = f" at alpha {self.evidence['alpha']:g}" if "alpha" in self.evidence else ""
+        metric, than, data, preset = (self.evidence[name] for name in ("metric", "than", "data", "preset"))
+        return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}] points of {metric} over {than} on {data}{at} ({preset})"
 
 
 def _holds(fact: Any, condition: str) -> bool:
@@ -127,6 +130,7 @@ class Suggestion:
     method: str
     points: int
     because: tuple[Rule, ...]
+    settings: dict[str, Any]  # that it needs
     bytes_down: int  # to one client in a round
     bytes_up: int
     time: float  # of a round, FedAvg's is 1
@@ -154,15 +158,18 @@ class Advice:
             words=True,
         )
         for each in self.suggestions:
+            words = [f"--set {name}={str(value).lower()}" for name, value in each.settings.items()]
             shown.add(
-                each.method,
+                " ".join([each.method, *words]),
                 "; ".join(f"{rule.name}: {rule.why}" for rule in each.because),
-                "; ".join(dict.fromkeys(rule.shown for rule in each.because)),
+                "; ".join(rule.shown for rule in each.because if rule.shown) or "no run of ours shows it",
                 f"{size_in_words(each.bytes_down)} / {size_in_words(each.bytes_up)}",
                 f"{each.time:g}",
                 ", ".join(each.reveals) or "nothing",
             )
             shown.values.append({"method": each.method, "points": each.points, "why": shown.rows[-1][1]})
+        if len(self.suggestions) < FIRST:
+            shown.caption = f"no rule speaks for another method here · {shown.caption}"
         if self.left_out:
             lacking = "; ".join(f"{method} ({why})" for method, why in self.left_out.items())
             shown.caption = f"left out: {lacking} · {shown.caption}"
@@ -223,10 +230,13 @@ def advise(
         if reason := lacks(method, facts, only_weights=only_weights):
             left_out[method] = reason
         elif len(chosen) < FIRST:
-            setup = example(method, network)
+            settings = {name: value for rule in because for name, value in rule.settings.items()}
+            setup = example(method, network | {"hyper": settings}, federation.dataset)
             wire = setup.method.wire(setup.task)
             down, up = (sum(part.nbytes for part in parts.values()) for parts in (wire.down, wire.up))
             time = max([1.0, *(_file()["time"].get(part, 1.0) for part in registry.split(method))])
             reveals = setup.method.needs().extra_information
-            chosen.append(Suggestion(method, _points(method, because), tuple(because), down, up, time, reveals))
+            chosen.append(
+                Suggestion(method, _points(method, because), tuple(because), settings, down, up, time, reveals)
+            )
     return Advice(facts, tuple(chosen), left_out)

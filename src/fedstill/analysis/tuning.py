@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import itertools
-import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 from rich.console import Console
 
-from fedstill.analysis.comparing import Comparison, method_name, own_names, plan, run_comparison, settings_known, slug
-from fedstill.building.config import Config, anchored
+from fedstill.analysis.comparing import method_name, own_names, plan, run_comparison, settings_known, slug
+from fedstill.analysis.tuned import Tuning
+from fedstill.analysis.winners import BEST
+from fedstill.building.config import Config, anchored, check_validated
 from fedstill.building.keywords import Keywords
 from fedstill.building.suggestions import unknown_setting
 from fedstill.building.task import Network
 from fedstill.core.errors import SettingError
-from fedstill.core.files import read_json, write_atomic, write_json
+from fedstill.core.files import write_atomic, write_json
 from fedstill.core.space import Space, parse_axis
-from fedstill.core.table import Table, frame
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.metrics.scores import Function
-from fedstill.metrics.shown import title
-from fedstill.metrics.statistics import paired
-from fedstill.report import tuning as pictures
 from fedstill.running import files
 from fedstill.running.api import configure
 from fedstill.running.callbacks import Callback, check_callbacks
@@ -37,153 +34,12 @@ from fedstill.running.progress import in_notebook
 from fedstill.running.trackers import placed
 from fedstill.studies.cells import Cell, check
 from fedstill.studies.progress import AllRuns
-from fedstill.studies.trials import Sampler, Search, Terms, Trial
+from fedstill.studies.trials import Sampler, Search, Terms
 from fedstill.studies.tuning import corners, search
 
 VALIDATION = 0.1  # unless it is set
 _LR = {"sgd": "log:0.003..0.3", "adam": "log:1e-4..1e-2"}  # by optimiser: where lr is searched if nothing else is said
-_TESTED = {"final_accuracy": "accuracy", "final_amp": "AMP", "final_wlp": "WLP"}
 Configure = Callable[[str, Mapping[str, Any], int], tuple[Config, dict[str, Any]]]  # method, settings, which seed
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """What tuning came to: each method's search, and its winner on the test set."""
-
-    searches: dict[str, Search]
-    comparison: Comparison | None  # of the winners on the test set, over fresh seeds; None: it was not asked for
-    path: Path  # a folder with one for each method, and the winners' runs in `test`
-    _kept: Any = field(default=None, repr=False, compare=False)  # the folder, if it is a temporary one
-
-    def __repr__(self) -> str:
-        trials = sum(len(each.trials) for each in self.searches.values())
-        return f"<fedstill.Tuning of {', '.join(self.searches)}: {trials} trials, {self.path}>"
-
-    @property
-    def winners(self) -> dict[str, dict[str, Any]]:
-        """The settings that each method's best trial has."""
-        return {method: dict(each.best.settings) for method, each in self.searches.items()}
-
-    @property
-    def objectives(self) -> tuple[str, ...]:
-        return next(iter(self.searches.values())).terms.objectives
-
-    def tables(self) -> list[Table]:
-        """The winners by validation, and what they come to on the test set."""
-        found = [self._winners_table()]
-        return [*found, self._tested_table()] if self.comparison else found
-
-    def _winners_table(self) -> Table:
-        some = next(iter(self.searches.values()))
-        over = f"mean of {some.terms.seeds} seeds · " if some.terms.seeds > 1 else ""
-        shown = Table(
-            "Winners by validation",
-            ("", "settings", *map(title, self.objectives), "trials", "rounds run", "of a full search"),
-            f"{over}final: mean of the last five evaluations · chosen without test data",
-        )
-        for method, each in self.searches.items():
-            best, score = each.best, each.best.score()
-            shown.add(
-                method,
-                ", ".join(f"{name} {value}" for name, value in best.settings.items()),
-                *(f"{value:.4f}" for value in score),
-                str(len(each.trials)),
-                f"{each.rounds_run:,}",
-                f"{100 * each.rounds_run / max(1, each.rounds_of_full_search):.0f} %",
-            )
-            numbers = dict(zip(self.objectives, score, strict=True))
-            spent = {"trials": len(each.trials), "rounds_run": each.rounds_run, "seconds": each.seconds}
-            shown.values.append({"method": method, **best.settings, **numbers, **spent})
-        return shown
-
-    def _tested_table(self) -> Table:
-        assert self.comparison is not None
-        rows, seeds = self.comparison.rows[0], self.comparison.seeds
-        shown = Table(
-            "The winners on the test set",
-            ("", *_TESTED.values()),
-            f"mean of {seeds} fresh seeds, with Student's 95 % interval of the mean · final: mean of the last five "
-            "evaluations",
-        )
-        for row in rows:
-            cells, numbers = list[str](), dict[str, float]()
-            for metric, name in _TESTED.items():
-                values = [value for value in row.values(metric) if value is not None]
-                mean = paired(values, [0.0] * len(values), interval="student") if len(values) == seeds else None
-                cells.append(_interval(mean))
-                numbers |= {name: mean.mean, f"{name}_low": mean.low, f"{name}_high": mean.high} if mean else {}
-            shown.add(row.name, *cells)
-            shown.values.append({"method": row.method, "model": row.variant, "seeds": seeds, **numbers})
-        return shown
-
-    def frame(self) -> Any:
-        """A row for each trial: a pandas DataFrame, or without pandas a dict of NumPy arrays."""
-        return frame(self._rows())
-
-    def _rows(self) -> list[dict[str, Any]]:
-        return [_trial_row(each, trial) for each in self.searches.values() for trial in each.trials]
-
-    def to_markdown(self) -> str:
-        """The tables in Markdown."""
-        return "\n".join(map(str, self.tables()))
-
-    def to_latex(self) -> str:
-        r"""The tables in LaTeX, for \usepackage{booktabs}."""
-        return "\n".join(f"% {table.title}\n{table.to_latex()}" for table in self.tables())
-
-    def to_csv(self) -> str:
-        """What `frame` has, as CSV."""
-        return Table("", (), values=self._rows()).to_csv()
-
-    def _repr_html_(self) -> str:
-        return "".join(table._repr_html_() for table in self.tables())
-
-    def plot(self) -> list[Path]:
-        """Draw the slices, the importances and, of two objectives, the Pareto front into the folder."""
-        points = {method: _points(each, each.trials) for method, each in self.searches.items()}
-        log = [name for each in self.searches.values() for name, axis in each.space.items() if axis.log]
-        found = [self.path / "slices.png"]
-        pictures.slices(points, log, self.objectives[0], found[0], title="What each setting did, by validation")
-        important = {method: shares for method, each in self.searches.items() if (shares := each.importances())}
-        if important:
-            after = next(iter(self.searches.values())).compared_after
-            found.append(self.path / "importance.png")
-            pictures.importances(important, found[-1], title=f"{title(self.objectives[0])} after {after} rounds")
-        if len(self.objectives) == 2:
-            fronts = {method: _points(each, each.front) for method, each in self.searches.items()}
-            found.append(self.path / "pareto.png")
-            pictures.pareto(points, fronts, self.objectives, found[-1], title="Trials that no other exceeds in both")
-        return found
-
-
-def _interval(mean: Any) -> str:
-    if mean is None:
-        return "–"
-    bounds = "" if math.isnan(mean.low) else f" [{100 * mean.low:.2f}, {100 * mean.high:.2f}]"
-    return f"{100 * mean.mean:.2f} %{bounds}"
-
-
-def _points(each: Search, trials: Sequence[Trial]) -> list[pictures.Point]:
-    best = each.best.number if each.complete else -1
-    return [
-        pictures.Point(trial.settings, trial.score(), trial.rounds, trial.number == best)
-        for trial in trials
-        if trial.values
-    ]
-
-
-def _trial_row(each: Search, trial: Trial) -> dict[str, Any]:
-    scores = trial.score() if trial.values else [None] * len(each.terms.objectives)
-    return {
-        "method": each.method,
-        "trial": trial.number,
-        **trial.settings,
-        **dict(zip(each.terms.objectives, scores, strict=True)),
-        "rounds": trial.rounds,
-        "seconds": trial.seconds,
-        "failed": trial.failed,
-        "best": bool(each.complete) and trial.number == each.best.number,
-    }
 
 
 def default_space(method: str | Method, optimizer: str) -> dict[str, str]:
@@ -219,16 +75,20 @@ def layer(point: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
     return run | {"hyper": {name: value for name, value in point.items() if name in own}}
 
 
-def _check_space(method: str, space: Space, configure: Configure, folder: Path) -> None:
-    """Find a value that is not allowed, or not used, before the first run."""
+def _check_search(method: str, space: Space, configure: Configure, folder: Path, terms: Terms) -> None:
+    """Find a value that is not allowed, or not used, or an objective that is not measured, before the first run."""
     found = []
     for point in corners(space):
         config, own = configure(method, point, 0)
         for name, value in point.items():
             if config.hyper.get(name, getattr(config, name, None)) != value:
                 raise SettingError(f"{name} is to be searched for {method}, and is set as well; leave one of them out")
+        if not config.validation:
+            raise SettingError("validation = 0: a search is judged by samples that are held out; leave it at 0.1, say")
+        for objective in terms.objectives:
+            check_validated(config, "objective", objective)
         found.append(Cell(folder, config, own))
-    check(found[:1])
+    check(found)
 
 
 def run_tuning(
@@ -247,7 +107,7 @@ def run_tuning(
     check_callbacks(callbacks)
     callbacks = placed(callbacks, folder)
     for method, space in spaces.items():
-        _check_space(method, space, configure, folder / slug(method))
+        _check_search(method, space, configure, folder / slug(method), terms)
 
     def watch(cells: Sequence[Cell]) -> AbstractContextManager[AllRuns]:
         assert console is not None
@@ -292,9 +152,6 @@ def run_tuning(
     return Tuning(searches, comparison, folder, kept)
 
 
-BEST = "best.toml"  # in the folder of each method: its winner, for `fedstill run`; beside them: the best of all
-
-
 def _refit(config: Config) -> Config:
     """The winner's settings, trained on all training samples unless a round is selected by some of them."""
     return config if config.select else config.model_copy(update={"validation": 0.0})
@@ -304,22 +161,6 @@ def _write(folder: Path, searches: Mapping[str, Search]) -> None:
     terms = next(iter(searches.values())).terms
     record = {"terms": vars(terms), "methods": {name: each.record() for name, each in searches.items()}}
     write_json(folder / files.TUNING, without_nan(record))
-
-
-def read_winners(folder: Path) -> dict[str, dict[str, Any]]:
-    """The settings that won, by method, from the folder of a tuning."""
-    path = folder / files.TUNING
-    if not path.is_file():
-        raise SettingError(f"--tuned {folder}: there is no {files.TUNING}; 'fedstill tune … --out {folder}' writes one")
-    found = read_json(path)["methods"]
-    return {method: each["settings"] for method, each in found.items() if each["best"] is not None}
-
-
-def winner_of(winners: Mapping[str, dict[str, Any]], method: str, folder: Path) -> dict[str, Any]:
-    """The settings with which a method won."""
-    if method not in winners:
-        raise SettingError(f"--tuned {folder}: {method} was not tuned there, but {', '.join(winners)}")
-    return winners[method]
 
 
 def tune(

@@ -28,7 +28,8 @@ from fedstill.core.files import home_path
 from fedstill.data import augment, sources
 from fedstill.data.sources import Glance
 from fedstill.methods import registry
-from fedstill.metrics.scores import check_names
+from fedstill.metrics.records import VALIDATION
+from fedstill.metrics.scores import COUNTED, check_names, short_name
 
 __all__ = [
     "CHANGEABLE",
@@ -39,6 +40,7 @@ __all__ = [
     "GroupSettings",
     "RegionSettings",
     "anchored",
+    "check_validated",
     "fixed",
     "is_config_file",
     "is_object",
@@ -129,6 +131,14 @@ def _check_choice(config: Config) -> None:
             raise SettingError(f"{name} = {value}: set select, the number to choose by, such as select=val_amp")
     if config.select.startswith("val_") and not config.validation:
         raise SettingError(f"select = {config.select!r}: nothing is held out; set validation, such as validation=0.1")
+    check_validated(config, "select", config.select)
+
+
+def check_validated(config: Config, setting: str, name: str) -> None:
+    """Refuse a number of validation that no round will have."""
+    measured = [*VALIDATION, *(f"val_{short_name(each)}" for each in (*COUNTED, *config.metrics))]
+    if name.startswith("val_") and name not in measured:
+        raise SettingError(f"{setting} = {name!r}: of validation there are {', '.join(dict.fromkeys(measured))}")
 
 
 def _fill_dependent(merged: dict[str, Any], method: str, data: Glance | None, default_regions: int | None) -> None:

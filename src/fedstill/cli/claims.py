@@ -246,7 +246,7 @@ def markdown(found: Saved) -> str:
         lines.append("|---|---|---|--:|--:|--:|--:|--:|--:|---|")
         lines += [_line(result) for result in claim["checks"]]
         lines += _what_decides(claim, found.get("factorials", {}))
-    return "\n".join([*lines, *_nearest(found), *_runs(found)])
+    return "\n".join([*lines, *_nearest(found), *_tuned(found), *_runs(found)])
 
 
 def _nearest(found: Saved) -> list[str]:
@@ -265,6 +265,11 @@ def _nearest(found: Saved) -> list[str]:
             measured = _MEASURED.get(row["metric"], row["metric"])
             lines.append(f"| `{name}` | {row['row']}{where} | {measured} | {len(known)} | {ours} | {paper} |")
     return [*lines, "", *(f"- `{name}` still reduces: {table['reduces']}." for name, table in found["near"].items())]
+
+
+def _tuned(found: Saved) -> list[str]:
+    """What tools/tuned.py found; nothing, where it was not run."""
+    return ["", "## Tuned", "", found["tuned"].strip()] if found.get("tuned") else []
 
 
 def _runs(found: Saved) -> list[str]:

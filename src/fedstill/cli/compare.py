@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.analysis.comparing import own_names, plan, run_comparison, slug
-from fedstill.analysis.tuning import layer, read_winners, winner_of
+from fedstill.analysis.tuning import layer
+from fedstill.analysis.winners import doubts, read_winners, winner_of
 from fedstill.building.config import Config, parse_sweeps
 from fedstill.cli.commands import (
     Flags,
@@ -65,6 +66,11 @@ def compare(
 
     if sweep[0]:
         log.warning(SWEPT)
+    if tuned:
+        for method in methods:
+            compared = [configure(method, sweep[0], seed)[0] for seed in range(seeds)]
+            for warning in doubts(tuned, method, compared):
+                log.warning("--tuned %s: %s", tuned, warning)
     cells = plan(methods, configure, sweep, seeds, folder, own_callbacks(callbacks, trackers))
     title = "" if sweep[0] else title_of(first).removesuffix(f", seed {first.seed}") + f", {seeds} seeds"
     try:

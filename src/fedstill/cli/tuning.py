@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.analysis.comparing import own_names, slug
-from fedstill.analysis.tuning import BEST, VALIDATION, layer, run_tuning, spaces_of
+from fedstill.analysis.tuning import VALIDATION, layer, run_tuning, spaces_of
+from fedstill.analysis.winners import BEST
 from fedstill.building.config import Config, is_config_file, read_toml
 from fedstill.cli.commands import Flags, config_of, console, known_to, own_callbacks, print_tables, run_name, say
 from fedstill.cli.failure import Halted

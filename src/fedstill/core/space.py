@@ -119,6 +119,8 @@ def combinations(space: Mapping[str, Axis]) -> list[dict[str, Any]]:
 
 def _range(name: str, text: str) -> Range:
     kind, colon, ends = text.rpartition(":")
+    if "..." in ends:  # 1...5 would be 1 to .5
+        raise _wrong(name, text)
     try:
         low, high = (float(end) for end in ends.split(".."))
     except ValueError as error:

@@ -33,6 +33,9 @@ class Scores(TypedDict, total=False):
     unmeasured: dict[str, str]  # why a number is missing, or what it leaves out
 
 
+VALIDATION = ("val_accuracy", "val_loss", "val_amp", "val_fm", "val_wlp")
+
+
 class GroupScores(Scores, total=False):
     """The same of the clients that have one network: of their group's model, or of their own ones."""
 
@@ -139,6 +142,7 @@ class Summary(BestAndFinal, total=False):
     stopped_by: str  # the callback that ended the run before its last round
     epsilon: Measured  # with a private method: what was spent
     privacy: dict[str, Any]
+    selected: dict[str, Any]  # with `select`: the round that is best by it, and that round's scores
     restored_round: int  # the round whose model is the result, if a callback chose one
 
 

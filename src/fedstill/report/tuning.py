@@ -39,7 +39,7 @@ def slices(
             for i, rounds in enumerate(lengths):
                 shown = [point for point in points if point.rounds == rounds and name in point.settings]
                 x, y = [_place(point.settings[name]) for point in shown], [point.scores[0] for point in shown]
-                panel.scatter(x, y, s=28, color=style.colour(i), marker=style.marker(i), label=f"after {rounds}")
+                panel.scatter(x, y, s=28, color=style.colour(i), marker=style.marker(i), label=after(rounds))
             for point in (point for point in points if point.best and name in point.settings):
                 ring = {"facecolors": "none", "edgecolors": "black", "linewidths": 1.5}
                 panel.scatter([_place(point.settings[name])], [point.scores[0]], s=130, **ring)
@@ -85,6 +85,11 @@ def pareto(
     panel.legend(frameon=False, fontsize=9)
     style.plain(panel)
     return style.save(figure, path)
+
+
+def after(rounds: int) -> str:
+    """How far a run went, in words."""
+    return f"after {rounds} round{'s' * (rounds != 1)}"
 
 
 def _place(value: Any) -> Any:

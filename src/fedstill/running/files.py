@@ -14,7 +14,8 @@ frozen.txt          the digest of weights that are not trained, where there are 
 code.json           the digests of files of the user's own that the settings name
 best.safetensors    the model of the best round, if a callback was to keep it
 rounds.csv          the numbers of every round, if a callback was to write them
-curves.png          the learning curves, where the command line drew them
+curves.png          the learning curves, where the command line or a tracker drew them
+report.html         a page about the run, where a tracker was to have it
 models/             the global model after some of the rounds, if the run was to save them
 teachers/           the regions' models at each episode's end, if the run was to save them
 checkpoints/        the last rounds' server state (keep_checkpoints), the clients' own, and an index with their digests
@@ -56,6 +57,7 @@ FROZEN = "frozen.txt"
 BEST = "best.safetensors"
 ROUNDS = "rounds.csv"
 CURVES = "curves.png"
+REPORT = "report.html"
 MODELS = "models"
 TEACHERS = "teachers"
 CHECKPOINTS = "checkpoints"

@@ -40,12 +40,10 @@ def usual_mode(metric: str) -> Mode:
 class _Best(Callback):
     """Keeps the best value of a metric, and its round."""
 
-    def __init__(self, metric: str, mode: Mode | None = None, min_delta: float = 0.0) -> None:
+    def __init__(self, metric: str, mode: Mode | None = None) -> None:
         if mode not in (None, "min", "max"):
             raise SettingError(f"mode = {mode!r}: 'min' or 'max'")
-        if not min_delta >= 0:
-            raise SettingError(f"min_delta = {min_delta!r}: at least 0")
-        self.metric, self.min_delta = metric, min_delta
+        self.metric = metric
         self.mode: Mode = mode or usual_mode(metric)
         self.best: float | None = None
         self.best_round = 0
@@ -56,11 +54,14 @@ class _Best(Callback):
         if value is None:
             self._check(record)
             return None
-        gain = 0.0 if self.best is None else (value - self.best) * (1 if self.mode == "max" else -1)
-        if self.best is not None and gain <= self.min_delta:
+        if self.best is not None and self.gain(value, self.best) <= 0:
             return False
         self.best, self.best_round = value, record["round"]
         return True
+
+    def gain(self, value: float, than: float) -> float:
+        """By how much a value is better than another."""
+        return value - than if self.mode == "max" else than - value
 
     def _check(self, record: RoundRecord) -> None:
         """Refuse a metric that no round will have, at the first that was evaluated."""
@@ -90,9 +91,9 @@ class EarlyStopping(_Best):
     """Stop a run once a metric has not improved for some evaluations.
 
     `metric` is a number of a round's record, dots leading into it: "train_loss", "amp", "callbacks.mine". Better is
-    larger, but for losses and "fm", or as `mode` says; an improvement is one by more than `min_delta`. With
-    `restore_best` the run's model is that of the best round. "accuracy" and "loss" are measured on the test set: who
-    stops by them and reports them reports too much.
+    larger, but for losses and "fm", or as `mode` says; what is better by no more than `min_delta` does not count as an
+    improvement to wait for. With `restore_best` the run's model is that of the best round, by however little it is.
+    "accuracy" and "loss" are measured on the test set: who stops by them and reports them reports too much.
 
     Examples:
         >>> import fedstill
@@ -111,11 +112,14 @@ class EarlyStopping(_Best):
         mode: Mode | None = None,
         restore_best: bool = False,
     ) -> None:
-        super().__init__(metric, mode, min_delta)
+        super().__init__(metric, mode)
+        if not min_delta >= 0:
+            raise SettingError(f"min_delta = {min_delta!r}: at least 0")
         if patience < 1:
             raise SettingError(f"patience = {patience!r}: at least 1 evaluation")
-        self.patience, self.restore_best = patience, restore_best
-        self.waited = 0  # evaluations since the best one
+        self.patience, self.min_delta, self.restore_best = patience, min_delta, restore_best
+        self.waited = 0  # evaluations since the last improvement
+        self._improved_to: float | None = None  # what that came to
         self._weights: Tensor | None = None
 
     def on_run_start(self, run: RunView) -> None:
@@ -128,9 +132,12 @@ class EarlyStopping(_Best):
         self.warn_of_choice()
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> bool:
-        better = self.improved(record)
-        if better is not None:
-            self.waited = 0 if better else self.waited + 1
+        better, value = self.improved(record), value_of(record, self.metric)
+        if value is not None:
+            if self._improved_to is None or self.gain(value, self._improved_to) > self.min_delta:
+                self._improved_to, self.waited = value, 0
+            else:
+                self.waited += 1
         if self.restore_best:
             if better:
                 self._weights = run.weights()
@@ -139,11 +146,13 @@ class EarlyStopping(_Best):
         return self.waited >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"waited": self.waited, "weights": self._weights}
+        waiting = {"waited": self.waited, "improved_to": self._improved_to}
+        return super().state_dict() | waiting | {"weights": self._weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.waited, self._weights = state["waited"], state["weights"]
+        self._improved_to = state.get("improved_to", state["best"])  # older checkpoints have one number for both
 
 
 class SaveBest(_Best):

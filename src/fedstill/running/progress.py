@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -87,6 +87,10 @@ class Progress(Callback):
             promise = summary["privacy"]
             of = f" at delta {promise['delta']:g}, of {promise['of']}" if "delta" in promise else ""
             self._say(f"privacy: epsilon {summary['epsilon']:.3f}{of}")
+        if "selected" in summary:
+            chosen = summary["selected"]
+            numbers = _numbers(cast(RoundRecord, chosen), self._shown)
+            self._say(f"best by {chosen['by']}: round {chosen['round']}, {numbers}")
         if "restored_round" in summary:
             self._say(f"the model is that of round {summary['restored_round']}")
 

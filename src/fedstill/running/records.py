@@ -11,9 +11,19 @@ import numpy as np
 
 from fedstill.building.config import Config
 from fedstill.building.groups import Group
-from fedstill.metrics.records import BestAndFinal, GroupScores, RoundRecord, Scores, Summary, headline, value_of
+from fedstill.metrics.records import (
+    VALIDATION,
+    BestAndFinal,
+    GroupScores,
+    RoundRecord,
+    Scores,
+    Summary,
+    headline,
+    value_of,
+)
 from fedstill.metrics.scores import lower_is_better, short_name
 from fedstill.running.evaluation import Evaluation
+from fedstill.running.monitors import usual_mode
 from fedstill.running.uplinks import Checked
 
 NOT_EVALUATED: Scores = {
@@ -25,7 +35,6 @@ NOT_EVALUATED: Scores = {
     "local_accuracy": None,
 }
 QUALITY = tuple(NOT_EVALUATED)
-VALIDATION = ("val_accuracy", "val_loss", "val_amp", "val_fm", "val_wlp")
 LOWER_IS_BETTER = ("loss", "fm", "val_loss", "val_fm")
 FINAL_EVALUATIONS = 5
 
@@ -132,10 +141,22 @@ def summarise(config: Config, records: Sequence[RoundRecord], final_exchange: Ma
         summary["metric_names"] = [short_name(name) for name in config.metrics]
     if last and (unmeasured := last[-1].get("unmeasured")):
         summary["unmeasured"] = unmeasured
+    if chosen := _selected(config.select, records):
+        summary["selected"] = chosen
     if config.target_accuracy:
         reached = [round_ for round_, value in by_headline.items() if value >= config.target_accuracy]
         summary["rounds_to_target"] = reached[0] if reached else None
     return summary
+
+
+def _selected(select: str, records: Sequence[RoundRecord]) -> dict[str, Any]:
+    """The scores of the first round that is best by the number that settings select by."""
+    values = {i: value for i, r in enumerate(records) if select and (value := value_of(r, select)) is not None}
+    if not values:
+        return {}
+    best = records[(max if usual_mode(select) == "max" else min)(values, key=lambda i: values[i])]
+    scores = {name: best[name] for name in (*QUALITY, *VALIDATION, "metrics") if name in best}  # type: ignore[literal-required]
+    return {"round": best["round"], "by": select, **scores}
 
 
 def _best_and_final(scored: Sequence[Scores]) -> BestAndFinal:

@@ -17,14 +17,21 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fedstill.core.errors import SettingError, described
+from fedstill.core.files import write_atomic
 from fedstill.metrics.records import RoundRecord, Summary, curve_metrics, scalars
+from fedstill.report.charts import Chart, curve_data
+from fedstill.report.page import page
+from fedstill.report.runs import Group, RunData, flat
 from fedstill.running import files
 from fedstill.running.callbacks import Callback, RunView
 
 log = logging.getLogger(__name__)
 
-_ARTEFACTS = (files.CONFIG, files.SUMMARY, files.MODEL, files.DESCRIPTION, files.CLIENTS, files.BEST, files.CURVES)
+_ARTEFACTS = (files.CONFIG, files.SUMMARY, files.MODEL, files.DESCRIPTION, files.CLIENTS, files.BEST, files.CURVES,
+              files.REPORT)  # fmt: skip
 _LONGEST = 500  # characters of a setting: MLflow takes no more
+# MLflow would try a server that is gone for minutes, while the run waits.
+_IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
 
 class Tracker(Callback):
@@ -80,7 +87,7 @@ class Tracker(Callback):
         self._safely(self.write, run, record["round"], numbers)
 
     def on_run_end(self, run: RunView, summary: Summary) -> None:
-        self._safely(lambda: self.end(run, _artefacts(run), failed=False))
+        self._safely(lambda: self.end(run, _artefacts(run, summary), failed=False))
 
     def on_run_failed(self, run: RunView, error: BaseException) -> None:
         self._safely(lambda: self.end(run, (), failed=True))
@@ -107,6 +114,8 @@ class MLflow(Tracker):
     needs = ("mlflow", "mlflow")
 
     def begin(self, run: RunView, settings: Mapping[str, Any]) -> None:
+        for name, value in _IMPATIENT.items():
+            os.environ.setdefault(name, value)
         place = os.environ.get("MLFLOW_TRACKING_URI")
         if not place:
             place = ((self.folder or run.path.parent).resolve() / files.MLFLOW).as_uri()
@@ -202,18 +211,6 @@ def placed(callbacks: Iterable[Callback], folder: Path) -> list[Callback]:
     return found
 
 
-def flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Settings by name, those in tables with the name of the table.
-
-    >>> flat({"lr": 0.1, "hyper": {"mu": 1.0}})
-    {'lr': 0.1, 'hyper.mu': 1.0}
-    """
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        found |= flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
-    return found
-
-
 def by_class(record: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
     """A record whose numbers of each class have the names of the classes, also inside others.
 
@@ -236,10 +233,14 @@ def _plain(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name)
 
 
-def _artefacts(run: RunView) -> list[Path]:
-    """What a finished run leaves to be looked at, its curves drawn."""
+def _artefacts(run: RunView, summary: Summary) -> list[Path]:
+    """What a finished run leaves to be looked at, its curves drawn and a page written."""
     if not (run.path / files.CURVES).exists():
         from fedstill.report.curves import curves
 
         curves({run.config.method: run.records}, run.path / files.CURVES, metrics=curve_metrics(run.records))
+    report = RunData(run.path, flat(run.config.model_dump()), run.records, summary, config=run.config.toml())
+    groups = [Group(run.config.method, (report,))]
+    charts = [Chart("curves", "Numbers by round", curve_data(groups))]
+    write_atomic(run.path / files.REPORT, page(groups, charts, title=run.path.name))
     return [path for name in _ARTEFACTS if (path := run.path / name).is_file()]

@@ -325,6 +325,7 @@ def saved(evidence: Evidence, earlier: Mapping[str, Any] | None = None) -> dict[
         ],
         "factorials": earlier.get("factorials", {}),
         "near": earlier.get("near", {}) | evidence.near(),
+        "tuned": earlier.get("tuned", ""),  # by tools/tuned.py
     }
 
 

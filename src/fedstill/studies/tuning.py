@@ -29,6 +29,9 @@ from fedstill.studies.cells import Cell, Failure, Watcher, other_settings, raise
 from fedstill.studies.trials import Search, Terms, Trial, distributions, import_optuna
 
 RUNGS = 3  # stages of halving, the last of which has all rounds
+LEARNS_AFTER = (
+    8  # trials drawn at random before TPE learns from them: its usual 10 would be two groups of a halved search
+)
 TOGETHER = 4  # trials of a group without halving: whatever the number of cores, for the draws depend on it
 Configure = Callable[[Mapping[str, Any], int], tuple[Config, dict[str, Any]]]  # a trial's settings, which seed
 Watch = Callable[[Sequence[Cell]], Any]  # a context manager that gives a Watcher
@@ -65,12 +68,18 @@ class TrialRun(Cell):
 def rungs_of(config: Config, terms: Terms) -> list[int]:
     """After how many rounds trials are compared; the last are all rounds.
 
+    They are rounds that are evaluated anyway: one more would count in the mean of the last ones, and for patience.
+
     >>> rungs_of(Config(rounds=30), Terms()), rungs_of(Config(rounds=30), Terms(halving=0))
     ([4, 10, 30], [30])
+    >>> rungs_of(Config(rounds=30, eval_every=4), Terms())
+    [4, 12, 30]
     """
     if not terms.halves:
         return [config.rounds]
-    step = 1 if config.flat else config.rounds_per_episode  # there is no model of all regions within an episode
+    # Within an episode there is no model of all regions.
+    evaluated = config.eval_every or 1  # 0: only after the last round, which each of them then is
+    step = evaluated if config.flat else math.lcm(evaluated, config.rounds_per_episode)
     found = {step * math.ceil(config.rounds / terms.halving**left / step) for left in range(RUNGS)}
     return sorted({min(rounds, config.rounds) for rounds in found})
 
@@ -222,8 +231,11 @@ class _Study:
         optuna = self._optuna = import_optuna()
         self._search, self._asked = search, {}  # type: ignore[var-annotated]
         draw = streams.key(seed, "tune") % 2**32
-        samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
-        sampler = samplers.get(search.terms.sampler, optuna.samplers.RandomSampler)(seed=draw)
+        if search.terms.sampler == "tpe":
+            # constant_liar: the trials of a group, drawn before any of them has a value, keep away from each other
+            sampler = optuna.samplers.TPESampler(seed=draw, n_startup_trials=LEARNS_AFTER, constant_liar=True)
+        else:
+            sampler = optuna.samplers.RandomSampler(seed=draw)
         self._study = optuna.create_study(directions=["maximize"] * len(search.terms.objectives), sampler=sampler)
         self._grid = combinations(search.space) if search.terms.sampler == "grid" else None
 

@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${BASE:-.venv}/bin/python
 over=${OVER:-.venv/trackers}
-for tracker in mlflow:mlflow-skinny trackio:trackio; do
+for tracker in mlflow:mlflow-skinny==3.17.2 trackio:trackio==0.43.0; do
     name=${tracker%%:*} package=${tracker#*:}
     if [ ! -d "$over/$name/$name" ]; then # pip's warnings are about Flower, which is not used here
         "$python" -m pip install --quiet --disable-pip-version-check --target "$over/$name" "$package" 2>"$over.log" ||

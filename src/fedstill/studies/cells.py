@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
 
-from fedstill.building.config import IRRELEVANT, Config, anchored
+from fedstill.building.config import IRRELEVANT, Config, anchored, is_object
 from fedstill.building.data import data_source, load_data
 from fedstill.building.setup import prepare
 from fedstill.core import trust
@@ -25,6 +25,7 @@ from fedstill.core.files import read_json
 from fedstill.core.processes import die_with_parent
 from fedstill.data.dataset import Dataset
 from fedstill.data.federation import Federation
+from fedstill.methods import registry
 from fedstill.metrics.records import RoundRecord, Summary
 from fedstill.running import api, files
 from fedstill.running.callbacks import Callback, RunView, by_name
@@ -119,6 +120,8 @@ class Cell:
 def other_settings(there: Config, wanted: Config) -> str:
     """The first setting that two runs differ in, in words; empty if their numbers must be the same."""
     theirs, ours = anchored(there).model_dump(), anchored(wanted).model_dump()
+    if not is_object(there.method):  # the run may be older than some of its method's settings
+        theirs["hyper"] = registry.added_settings(there.method) | theirs["hyper"]
     for name in theirs:
         if name not in IRRELEVANT and theirs[name] != ours[name]:
             return f"{name} is {theirs[name]}, not {ours[name]}"

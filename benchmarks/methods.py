@@ -88,6 +88,7 @@ SERVER_CASES = (
     Case("fedgen", {}),
     Case("fedftg", {"iterations": 2}),
     Case("fedmd", _PROXY),
+    Case("fedavg+votes", _PROXY | {"noise_multiplier": 1.0, "queries": 100}),
     Case("fedavg+fltrust", {}),
     Case("creff", {}),
 )

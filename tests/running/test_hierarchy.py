@@ -427,7 +427,7 @@ def test_the_command_line_shows_episodes_and_confusion(tmp_path: Path) -> None:
 def test_a_run_of_before_there_were_these_settings_goes_on() -> None:
     now = fixed(resolve({"method": "fedgkd", "region": [{"name": "north"}, {"name": "south"}]}))
     region = now["region"].replace("'model': '', 'model_options': {}, ", "")
-    before = now | {"hyper": now["hyper"].replace(", 'across': False", ""), "region": region}
+    before = now | {"hyper": now["hyper"].replace("'across': False, ", ""), "region": region}
     assert {name for name in now if before[name] != now[name]} == {"hyper", "region"}
     refuse_changes(before, now)
     other = fixed(resolve({"method": "fedgkd", "across": True, "region": [{"name": "north"}, {"name": "south"}]}))

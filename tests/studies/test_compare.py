@@ -17,7 +17,7 @@ from fedstill.metrics.records import RoundRecord
 from fedstill.metrics.statistics import paired, spread
 from fedstill.running.callbacks import Callback, RunView
 from fedstill.studies import cells as cells_module
-from fedstill.studies.cells import Cell, Watcher, run_cells
+from fedstill.studies.cells import Cell, Watcher, other_settings, run_cells
 from fedstill.studies.comparison import Row, to_target
 from support.commandline import fedstill as command
 from support.runs import SMALL
@@ -253,3 +253,11 @@ def test_a_folder_with_the_name_of_a_dataset_is_not_taken_for_it(
     monkeypatch.chdir(tmp_path)
     assert anchored(config(data="fashion-mini")).data == "fashion-mini"
     assert anchored(config(data="mine")).data == str(tmp_path / "mine")
+
+
+def test_a_run_that_is_older_than_a_setting_of_its_method_is_the_same_run() -> None:
+    now = resolve({"method": "fedgkd"})
+    before = now.model_copy(update={"hyper": {key: value for key, value in now.hyper.items() if key != "across"}})
+    assert before.hyper != now.hyper
+    assert other_settings(before, now) == ""
+    assert "hyper is" in other_settings(before, resolve({"method": "fedgkd", "across": True}))

@@ -216,9 +216,8 @@ class MethodSettings(TypedDict, total=False):
     a: float
     """fedhyb: weight of the self-distillation."""
     across: bool
-    """fedgkd: where networks differ, the other groups' global models teach too; fedgkd-plus: where networks
-    differ, the other groups' global models teach too; fedkf: where networks differ, the other groups' teachers
-    teach too."""
+    """fedgkd: where networks differ, the other groups' teachers teach too; fedgkd-plus: where networks differ, the
+    other groups' teachers teach too; fedkf: where networks differ, the other groups' teachers teach too."""
     activation_mean: bool
     """fedkf: mean of the absolute features instead of their sum."""
     adaptive_clip: float

@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from fedstill.aggregate.mean import weighted_mean
 from fedstill.core.space import Search
 from fedstill.core.tree import Message
-from fedstill.methods import other_teachers
-from fedstill.methods.base import Networks, Server, Wire
-from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.base import Server, Wire
+from fedstill.methods.other_teachers import TEACHER, AcrossGroups, ensemble, received
 from fedstill.train.client import Client
 from fedstill.train.evaluate import Outputs
 from fedstill.train.loop import Batch, Objective
@@ -33,7 +32,7 @@ REGULARISERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"kl": kl, "mse": 
 
 
 @dataclass(frozen=True)
-class FedGKD(FedAvg):
+class FedGKD(AcrossGroups):
     """The mean of the last `buffer` global models teaches every client.
 
     Where clients have different networks, each group has such a teacher. With `across` the other groups' teach too, by
@@ -43,24 +42,17 @@ class FedGKD(FedAvg):
 
     name: ClassVar[str] = "fedgkd"
     paper: ClassVar[str] = "Yao et al. 2022"
-    other_networks: ClassVar[str] = "with across=true all groups teach all"
-    server_keys: ClassVar[tuple[str, ...]] = ("history", other_teachers.TEACHER)
+    server_keys: ClassVar[tuple[str, ...]] = ("history", TEACHER)
 
     gamma: Annotated[float, Ge(0), Search("log:0.02..2"), "weight of the teacher; the loss has gamma/2"] = 0.2
     buffer: Annotated[int, Ge(1), Search("1,3,5"), "M: how many past global models are averaged"] = 5
     regulariser: Annotated[Regulariser, "KL of probabilities, or squared error of logits"] = "kl"
-    across: Annotated[bool, "where networks differ, the other groups' global models teach too"] = False
-
-    @property
-    def networks(self) -> Networks:
-        return "teach" if self.across else "group"
 
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
-        others = other_teachers.declared(task, plain.down["model"]) if self.across else {}
         if self.buffer == 1:  # the teacher is the model itself
-            return Wire(plain.down | others, plain.up)
-        return Wire(plain.down | {"teacher": plain.down["model"]} | others, plain.up)
+            return plain
+        return Wire(plain.down | {"teacher": plain.down["model"]}, plain.up)
 
     def start(self, server: Server) -> None:
         server.state["history"] = []  # trained models only: the initial weights have nothing to teach
@@ -74,23 +66,21 @@ class FedGKD(FedAvg):
         if self.buffer > 1:
             history = server.state["history"] or [server.model]
             down["teacher"] = weighted_mean((w, 1) for w in history)  # w-bar_t, Sec. 3.2
-        return down | other_teachers.sent(server) if self.across else down
+        return down
 
-    def end(self, server: Server) -> None:
-        if self.across and server.peers:
-            last = [*server.state["history"], server.model][-self.buffer :]  # as the next `begin` will have them
-            server.state[other_teachers.TEACHER] = weighted_mean((w, 1) for w in last)
+    def group_teacher(self, server: Server) -> Tensor:
+        last = [*server.state["history"], server.model][-self.buffer :]  # as the next `begin` will have them
+        return weighted_mean((w, 1) for w in last)
 
     def objective(self, client: Client) -> Objective:
         if client.round == 1 or self.gamma == 0:
             return Objective()
-        others = other_teachers.received(client.task, client.down) if self.across else []
         teachers = [client.teacher(client.down.get("teacher", client.down["model"]))]
-        teachers += [client.teacher(weights, task) for task, weights in others]
+        teachers += [client.teacher(weights, task) for task, weights in received(client.task, client.down)]
         distance = REGULARISERS[self.regulariser]
 
         def term(batch: Batch, out: Outputs) -> Tensor:  # Eq. 4
-            logits = other_teachers.ensemble([teacher(batch).logits for teacher in teachers])
+            logits = ensemble([teacher(batch).logits for teacher in teachers])
             return self.gamma / 2 * distance(logits, out.logits)
 
         return Objective(term=term)

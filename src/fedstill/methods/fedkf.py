@@ -18,19 +18,18 @@ from fedstill.core.space import Search
 from fedstill.core.tree import Message
 from fedstill.distill.auxiliary import Generator
 from fedstill.distill.generators import ImageGenerator, check_image_shape
-from fedstill.methods import other_teachers
-from fedstill.methods.base import Networks, Server, Uplink, Wire
-from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.base import Server, Uplink, Wire
+from fedstill.methods.other_teachers import TEACHER, AcrossGroups, joint_outputs, loaded
 from fedstill.train.client import Client
-from fedstill.train.evaluate import Outputs, load_for_evaluation, logits, outputs, require_features
+from fedstill.train.evaluate import Outputs, logits, require_features
 from fedstill.train.loop import Batch, Objective
 from fedstill.train.losses import kl
 from fedstill.train.optimizers import Adam, descend
-from fedstill.train.task import Task, classifier
+from fedstill.train.task import Task
 
 
 @dataclass(frozen=True)
-class FedKF(FedAvg):
+class FedKF(AcrossGroups):
     """A data-free generator carries the all-clients model's knowledge into every local model.
 
     Where clients have different networks, each group has its own: T1 averages its clients, active or not. With `across`
@@ -41,8 +40,7 @@ class FedKF(FedAvg):
     name: ClassVar[str] = "fedkf"
     paper: ClassVar[str] = "Zhou et al. 2022"
     revision: ClassVar[int] = 1  # since features of LeNet-5 are its penultimate layer
-    other_networks: ClassVar[str] = "with across=true all groups teach all"
-    server_keys: ClassVar[tuple[str, ...]] = ("cache", "oca", other_teachers.TEACHER)
+    server_keys: ClassVar[tuple[str, ...]] = ("cache", "oca", TEACHER)
     client_keys: ClassVar[tuple[str, ...]] = ("generator", "optimizer")
     streams: ClassVar[tuple[str, ...]] = ("noise",)
 
@@ -61,11 +59,6 @@ class FedKF(FedAvg):
     ] = False
     ie_normalised: Annotated[bool, "information entropy divided by log C and shifted into 0..1"] = True
     activation_mean: Annotated[bool, "mean of the absolute features instead of their sum"] = True
-    across: Annotated[bool, "where networks differ, the other groups' teachers teach too"] = False
-
-    @property
-    def networks(self) -> Networks:
-        return "teach" if self.across else "group"
 
     @property
     def beyond_sums(self) -> str:
@@ -89,9 +82,7 @@ class FedKF(FedAvg):
 
     def wire(self, task: Task) -> Wire:
         plain = super().wire(task)
-        own = {"teacher": plain.down["model"]} if self.t1 else {}
-        others = other_teachers.declared(task, plain.down["model"]) if self.across else {}
-        return Wire(plain.down | own | others, plain.up)
+        return Wire(plain.down | {"teacher": plain.down["model"]}, plain.up) if self.t1 else plain
 
     def start(self, server: Server) -> None:
         if self.t1:
@@ -100,8 +91,7 @@ class FedKF(FedAvg):
 
     def downlink(self, server: Server) -> Message:
         down = super().downlink(server)  # the ACA model, w^S
-        own = {"teacher": server.state["oca"]} if self.t1 else {}  # and the OCA model, w^T
-        return down | own | (other_teachers.sent(server) if self.across else {})
+        return down | {"teacher": server.state["oca"]} if self.t1 else down  # and the OCA model, w^T
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         if not self.t1:
@@ -110,10 +100,6 @@ class FedKF(FedAvg):
         super().aggregate(server, cache.updated(uplinks, server.round, server.sizes))
         server.state |= {"cache": cache.state(), "oca": cache.mean(server.model.dtype)}
         return None
-
-    def end(self, server: Server) -> None:
-        if self.across and server.peers:
-            server.state[other_teachers.TEACHER] = server.state["oca"] if self.t1 else server.model
 
     def models(self, server: Server) -> dict[str, Tensor]:
         if not self.t1:
@@ -128,13 +114,7 @@ class FedKF(FedAvg):
     def objective(self, client: Client) -> Objective:
         if client.round == 1 or self.gamma == 0:  # an untrained teacher has nothing to teach
             return Objective()
-        task = client.task
-        own = classifier(load_for_evaluation(task, client.down.get("teacher", client.down["model"]), "teacher"))
-        sent = other_teachers.received(task, client.down) if self.across else []
-        others = [  # groups may share a network: each has a role of its own
-            classifier(load_for_evaluation(other, weights, f"teacher of {other.group}")) for other, weights in sent
-        ]
-        generator = self.generator(task)
+        teachers, generator = loaded(client.task, client.down), self.generator(client.task)
         state = {} if self.reset_generator else client.state
         net = generator.load(state["generator"] if "generator" in state else generator.initial())
         adam = Adam(net.params, self.beta)
@@ -142,11 +122,6 @@ class FedKF(FedAvg):
         noise = client.stream("noise")
         pictures: Tensor  # of this step, with the graph to the generator
         teacher_out: Outputs  # the outputs of the teacher for them
-
-        def teach(pictures: Tensor) -> Outputs:
-            found = outputs(own, pictures)
-            each = [found.logits, *(logits(other, pictures) for other in others)]
-            return Outputs(other_teachers.ensemble(each), found.features)
 
         def generator_step(pictures: Tensor, teacher_out: Outputs) -> None:
             loss = self.generator_loss(teacher_out)
@@ -160,12 +135,12 @@ class FedKF(FedAvg):
             nonlocal pictures, teacher_out
             z = torch.randn(len(batch.y), self.z_dim, generator=noise)
             pictures = generator.inputs(z)
-            teacher_out = teach(pictures)
+            teacher_out = joint_outputs(teachers, pictures)
             if self.gen_first:
                 generator_step(pictures, teacher_out)
                 with torch.no_grad():  # the student sees the same noise through the updated generator
                     pictures = generator.inputs(z)
-                    teacher_out = teach(pictures)
+                    teacher_out = joint_outputs(teachers, pictures)
             return pictures.detach()
 
         def term(batch: Batch, out: Outputs) -> Tensor:  # Eq. 5, in Eq. 7

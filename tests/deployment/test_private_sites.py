@@ -87,6 +87,13 @@ SHARES: dict[str, Any] = SHORT | {
 }
 SAMPLES: dict[str, Any] = SHORT | {"model": "mlp", "hyper": {"noise_multiplier": 1.5, "clip": 1.0}}
 
+BY_REGIONS: dict[str, Any] = {
+    "hyper": {},
+    "rounds": 2,
+    "rounds_per_episode": 1,
+    "region": [{"method": "fedavg+dp-sgd", "hyper": SAMPLES["hyper"]}] * 2,
+}
+
 
 class Watched(Wire):
     """Sites with a policy; `changed` may change a request, or say that its site is gone."""
@@ -199,6 +206,7 @@ def test_a_site_with_a_limit_refuses_what_hides_nothing_from_its_server(method: 
         ("feddistill-plus+dp-sgd", {}),  # which sends logits as they are
         ("fedavg+dp-sgd+ccvr", {}),  # which collects statistics after the last round
         ("fedavg+dp-sgd", {"model": "resnet8", "model_options": {"norm": "batch"}}),  # which mixes samples
+        ("fedavg+ccvr", BY_REGIONS),  # the regions' method is private, and the run's collects statistics at the end
     ],
 )
 def test_a_site_with_a_limit_checks_for_itself_what_its_server_should_have_refused(
@@ -261,3 +269,23 @@ def test_a_site_whose_answer_comes_too_late_has_spent_all_the_same(tmp_path: Pat
     served(wire, tmp_path / "served", "fedavg+dp-sgd", rounds=1, **SAMPLES)
     state = RunDirectory.open(tmp_path / "served", lock=False).read_checkpoint(1)["state"]
     assert state["dp-sgd"] == {"0": 1, "1": 1, "2": 1}
+
+
+def test_a_site_is_asked_for_its_consent_to_what_a_run_with_regions_collects_at_the_end(tmp_path: Path) -> None:
+    wire = Watched(tmp_path / "sites", Policy())
+    regional = SHORT | {"rounds": 2, "rounds_per_episode": 1, "region": [{"method": "fedavg"}, {"method": "fedprox"}]}
+    seen: list[str] = []
+
+    def lies(name: str, request: Tree) -> bool:
+        told = resolve(SETTINGS | regional | {"method": "fedavg+ccvr"})
+        request["run"]["config"] = told.model_copy(update={"data_dir": ""}).toml()
+        request["run"]["steps"] = [0, 0]
+        with pytest.raises(Refusal, match="start the site with --allow ccvr") as refused:
+            wire.sites[name].handle(request)
+        seen.append(str(refused.value))
+        return True
+
+    wire.changed = lies
+    with pytest.raises(FedstillError):
+        served(wire, tmp_path / "served", "fedavg", rounds=1, **SHORT)
+    assert seen

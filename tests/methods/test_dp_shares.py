@@ -13,6 +13,8 @@ import torch
 from scipy import stats
 
 import fedstill
+from fedstill.building.config import resolve
+from fedstill.building.privacy import check_noise
 from fedstill.core.tree import Message
 from fedstill.methods.base import Uplink
 from fedstill.methods.dp import DP
@@ -149,6 +151,14 @@ def test_a_client_refuses_a_model_at_which_its_noise_would_be_cut_off() -> None:
 def test_what_would_leave_a_sum_without_its_noise_is_refused(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(fedstill.SettingError, match=reason):
         fedstill.run("fedavg+dp", **QUICK | changed)
+
+
+def test_more_shares_than_a_client_can_make_sure_of_are_refused() -> None:
+    """Of a sum of more than 101 a client knows 101, and would refuse every one that should have more in it."""
+    config = resolve({"method": "fedavg+dp", "secure_aggregation": True})
+    check_noise(config, DP(noise_multiplier=1.0, noise_shares=101, inner=FedAvg()))
+    with pytest.raises(fedstill.SettingError, match=r"itself and 100 others .* at most 101"):
+        check_noise(config, DP(noise_multiplier=1.0, noise_shares=102, inner=FedAvg()))
 
 
 def test_a_run_has_the_same_bits_whoever_computes_it_and_every_round_is_accounted_in_full() -> None:

@@ -16,7 +16,7 @@ import fedstill
 from fedstill.building.config import resolve
 from fedstill.building.privacy import check_noise
 from fedstill.core.tree import Message
-from fedstill.methods.base import Uplink
+from fedstill.methods.base import Uplink, fault
 from fedstill.methods.dp import DP
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.scaffold import SCAFFOLD
@@ -87,6 +87,18 @@ def test_the_noise_of_as_many_clients_as_shares_is_what_is_accounted(shares: int
     for name, scale, mean in (("model", 1, 0.0), ("c_change", 10, c)):
         total = torch.stack(found[name]).sum(0).numpy() - shares * mean
         assert stats.kstest(total, stats.norm(0, 3.0 * 0.5 * scale).cdf).pvalue > 0.001
+
+
+@pytest.mark.parametrize("by", [math.nan, math.inf, 1e38])
+def test_a_client_that_diverged_sends_noise_like_everybody_else(by: float) -> None:
+    """Its refusal would be told without noise, and in every attempt at the round again."""
+    method = DP(noise_multiplier=3.0, noise_shares=4, clip=0.5, scales="c_change=10", inner=Moved(by=by))
+    given = client()
+    sent = method.uplink(given)
+    assert not fault(sent, method.wire(given.task).up)
+    noise = (sent["model"] - given.down["model"]).numpy()
+    if not math.isfinite(by):
+        assert stats.kstest(noise, stats.norm(0, 3.0 * 0.5 / 2).cdf).pvalue > 0.001
 
 
 def test_the_server_takes_the_mean_of_what_came(tmp_path: Path) -> None:

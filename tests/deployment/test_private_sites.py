@@ -289,3 +289,30 @@ def test_a_site_is_asked_for_its_consent_to_what_a_run_with_regions_collects_at_
     with pytest.raises(FedstillError):
         served(wire, tmp_path / "served", "fedavg", rounds=1, **SHORT)
     assert seen
+
+
+@pytest.mark.slow
+def test_a_region_that_is_stopped_after_it_went_back_still_counts_what_it_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regional, "_NEWCOMERS_TIMEOUT", 0.5)
+    settings: dict[str, Any] = {"participation": 1.0, "round_retries": 0} | PRIVATE
+
+    def serve() -> Any:
+        return regions.served(regions.World(tmp_path), tmp_path / "served", "fedavg+dp+f2l", **settings)
+
+    def stopped(*_: Any, **__: Any) -> Any:
+        raise FedstillError("stopped")
+
+    serve()
+    rollback(tmp_path / "served", 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(regional.RegionalLoop, "episode", stopped)
+        with pytest.raises(FedstillError):
+            serve()
+    members = {len(sites) for sites in regions.SITES.values()}
+    assert serve().summary["epsilon"] == pytest.approx(max(epsilon(Plan(n, n, 6), 4.0, 1e-3) for n in members))
+    for folder in tmp_path.glob("*/runs/*"):  # the region's owner goes back with it
+        rollback(folder, 2)
+    rollback(tmp_path / "served", 2)
+    assert serve().summary["epsilon"] == pytest.approx(max(epsilon(Plan(n, n, 8), 4.0, 1e-3) for n in members))

@@ -103,8 +103,10 @@ class Watched(Wire):
         self.sites = {name: Site(folder / name, LocalInputs(), policy) for name in NAMES}
         self.changed: Callable[[str, Tree], bool] = lambda name, request: False
         self.refusals: list[str] = []
+        self.trainings = 0
 
     def answer(self, name: str, request: Tree) -> Any:
+        self.trainings += kind(request) == "Train"
         if self.changed(name, request):
             return Silence("it is gone")
         try:
@@ -260,6 +262,17 @@ def test_what_was_spent_stays_spent_when_a_run_goes_back(to: int, tmp_path: Path
     rollback(tmp_path / "served", 0)
     result = served(wire, tmp_path / "served", "fedavg+dp", rounds=1, **SHORT | PRIVATE)
     assert result.summary["epsilon"] == pytest.approx(epsilon(Plan(3, 3, 5 - to), 4.0, 1e-3))
+
+
+def test_a_run_that_went_back_to_its_start_has_no_new_budget(tmp_path: Path) -> None:
+    wire, hyper = Watched(tmp_path / "sites"), PRIVATE["hyper"]
+    budget = SHORT | {"hyper": hyper | {"target_epsilon": epsilon(Plan(3, 3, 2), 4.0, 1e-3) + 1e-6}}
+    assert len(served(wire, tmp_path / "served", "fedavg+dp", rounds=3, **budget).records) == 2
+    rollback(tmp_path / "served", 0)
+    trained = wire.trainings
+    with pytest.raises(FedstillError, match="went back behind have taken it"):
+        served(wire, tmp_path / "served", "fedavg+dp", rounds=3, **budget)
+    assert wire.trainings == trained
 
 
 def test_a_site_whose_answer_comes_too_late_has_spent_all_the_same(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class RegionalLoop(RoundLoop):
             self.server.round, self.server.model = first - 1, model
         self.count_samples()
         left = last - self.server.round
-        if self.records and left and not affordable(self.setup.hierarchy, self.regional, left):
+        if (self.records or self.went_back) and left and not affordable(self.setup.hierarchy, self.regional, left):
             raise FedstillError("the region's privacy budget (target_epsilon) does not reach for another episode")
         for round_ in range(self.server.round + 1, last + 1):
             began = time.perf_counter()

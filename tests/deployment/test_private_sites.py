@@ -87,6 +87,13 @@ SHARES: dict[str, Any] = SHORT | {
 }
 SAMPLES: dict[str, Any] = SHORT | {"model": "mlp", "hyper": {"noise_multiplier": 1.5, "clip": 1.0}}
 
+BY_REGIONS: dict[str, Any] = {
+    "hyper": {},
+    "rounds": 2,
+    "rounds_per_episode": 1,
+    "region": [{"method": "fedavg+dp-sgd", "hyper": SAMPLES["hyper"]}] * 2,
+}
+
 
 class Watched(Wire):
     """Sites with a policy; `changed` may change a request, or say that its site is gone."""
@@ -96,8 +103,10 @@ class Watched(Wire):
         self.sites = {name: Site(folder / name, LocalInputs(), policy) for name in NAMES}
         self.changed: Callable[[str, Tree], bool] = lambda name, request: False
         self.refusals: list[str] = []
+        self.trainings = 0
 
     def answer(self, name: str, request: Tree) -> Any:
+        self.trainings += kind(request) == "Train"
         if self.changed(name, request):
             return Silence("it is gone")
         try:
@@ -199,6 +208,7 @@ def test_a_site_with_a_limit_refuses_what_hides_nothing_from_its_server(method: 
         ("feddistill-plus+dp-sgd", {}),  # which sends logits as they are
         ("fedavg+dp-sgd+ccvr", {}),  # which collects statistics after the last round
         ("fedavg+dp-sgd", {"model": "resnet8", "model_options": {"norm": "batch"}}),  # which mixes samples
+        ("fedavg+ccvr", BY_REGIONS),  # the regions' method is private, and the run's collects statistics at the end
     ],
 )
 def test_a_site_with_a_limit_checks_for_itself_what_its_server_should_have_refused(
@@ -254,6 +264,17 @@ def test_what_was_spent_stays_spent_when_a_run_goes_back(to: int, tmp_path: Path
     assert result.summary["epsilon"] == pytest.approx(epsilon(Plan(3, 3, 5 - to), 4.0, 1e-3))
 
 
+def test_a_run_that_went_back_to_its_start_has_no_new_budget(tmp_path: Path) -> None:
+    wire, hyper = Watched(tmp_path / "sites"), PRIVATE["hyper"]
+    budget = SHORT | {"hyper": hyper | {"target_epsilon": epsilon(Plan(3, 3, 2), 4.0, 1e-3) + 1e-6}}
+    assert len(served(wire, tmp_path / "served", "fedavg+dp", rounds=3, **budget).records) == 2
+    rollback(tmp_path / "served", 0)
+    trained = wire.trainings
+    with pytest.raises(FedstillError, match="went back behind have taken it"):
+        served(wire, tmp_path / "served", "fedavg+dp", rounds=3, **budget)
+    assert wire.trainings == trained
+
+
 def test_a_site_whose_answer_comes_too_late_has_spent_all_the_same(tmp_path: Path) -> None:
     pytest.importorskip("opacus")
     wire = Watched(tmp_path / "sites")
@@ -261,3 +282,50 @@ def test_a_site_whose_answer_comes_too_late_has_spent_all_the_same(tmp_path: Pat
     served(wire, tmp_path / "served", "fedavg+dp-sgd", rounds=1, **SAMPLES)
     state = RunDirectory.open(tmp_path / "served", lock=False).read_checkpoint(1)["state"]
     assert state["dp-sgd"] == {"0": 1, "1": 1, "2": 1}
+
+
+def test_a_site_is_asked_for_its_consent_to_what_a_run_with_regions_collects_at_the_end(tmp_path: Path) -> None:
+    wire = Watched(tmp_path / "sites", Policy())
+    regional = SHORT | {"rounds": 2, "rounds_per_episode": 1, "region": [{"method": "fedavg"}, {"method": "fedprox"}]}
+    seen: list[str] = []
+
+    def lies(name: str, request: Tree) -> bool:
+        told = resolve(SETTINGS | regional | {"method": "fedavg+ccvr"})
+        request["run"]["config"] = told.model_copy(update={"data_dir": ""}).toml()
+        request["run"]["steps"] = [0, 0]
+        with pytest.raises(Refusal, match="start the site with --allow ccvr") as refused:
+            wire.sites[name].handle(request)
+        seen.append(str(refused.value))
+        return True
+
+    wire.changed = lies
+    with pytest.raises(FedstillError):
+        served(wire, tmp_path / "served", "fedavg", rounds=1, **SHORT)
+    assert seen
+
+
+@pytest.mark.slow
+def test_a_region_that_is_stopped_after_it_went_back_still_counts_what_it_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regional, "_NEWCOMERS_TIMEOUT", 0.5)
+    settings: dict[str, Any] = {"participation": 1.0, "round_retries": 0} | PRIVATE
+
+    def serve() -> Any:
+        return regions.served(regions.World(tmp_path), tmp_path / "served", "fedavg+dp+f2l", **settings)
+
+    def stopped(*_: Any, **__: Any) -> Any:
+        raise FedstillError("stopped")
+
+    serve()
+    rollback(tmp_path / "served", 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(regional.RegionalLoop, "episode", stopped)
+        with pytest.raises(FedstillError):
+            serve()
+    members = {len(sites) for sites in regions.SITES.values()}
+    assert serve().summary["epsilon"] == pytest.approx(max(epsilon(Plan(n, n, 6), 4.0, 1e-3) for n in members))
+    for folder in tmp_path.glob("*/runs/*"):  # the region's owner goes back with it
+        rollback(folder, 2)
+    rollback(tmp_path / "served", 2)
+    assert serve().summary["epsilon"] == pytest.approx(max(epsilon(Plan(n, n, 8), 4.0, 1e-3) for n in members))

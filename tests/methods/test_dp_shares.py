@@ -13,8 +13,10 @@ import torch
 from scipy import stats
 
 import fedstill
+from fedstill.building.config import resolve
+from fedstill.building.privacy import check_noise
 from fedstill.core.tree import Message
-from fedstill.methods.base import Uplink
+from fedstill.methods.base import Uplink, fault
 from fedstill.methods.dp import DP
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.scaffold import SCAFFOLD
@@ -87,6 +89,18 @@ def test_the_noise_of_as_many_clients_as_shares_is_what_is_accounted(shares: int
         assert stats.kstest(total, stats.norm(0, 3.0 * 0.5 * scale).cdf).pvalue > 0.001
 
 
+@pytest.mark.parametrize("by", [math.nan, math.inf, 1e38])
+def test_a_client_that_diverged_sends_noise_like_everybody_else(by: float) -> None:
+    """Its refusal would be told without noise, and in every attempt at the round again."""
+    method = DP(noise_multiplier=3.0, noise_shares=4, clip=0.5, scales="c_change=10", inner=Moved(by=by))
+    given = client()
+    sent = method.uplink(given)
+    assert not fault(sent, method.wire(given.task).up)
+    noise = (sent["model"] - given.down["model"]).numpy()
+    if not math.isfinite(by):
+        assert stats.kstest(noise, stats.norm(0, 3.0 * 0.5 / 2).cdf).pvalue > 0.001
+
+
 def test_the_server_takes_the_mean_of_what_came(tmp_path: Path) -> None:
     method, server = DP(noise_multiplier=1.0, noise_shares=2, inner=FedAvg()), tiny_server(tmp_path, [1, 50, 3])
     method.start(server)
@@ -149,6 +163,14 @@ def test_a_client_refuses_a_model_at_which_its_noise_would_be_cut_off() -> None:
 def test_what_would_leave_a_sum_without_its_noise_is_refused(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(fedstill.SettingError, match=reason):
         fedstill.run("fedavg+dp", **QUICK | changed)
+
+
+def test_more_shares_than_a_client_can_make_sure_of_are_refused() -> None:
+    """Of a sum of more than 101 a client knows 101, and would refuse every one that should have more in it."""
+    config = resolve({"method": "fedavg+dp", "secure_aggregation": True})
+    check_noise(config, DP(noise_multiplier=1.0, noise_shares=101, inner=FedAvg()))
+    with pytest.raises(fedstill.SettingError, match=r"itself and 100 others .* at most 101"):
+        check_noise(config, DP(noise_multiplier=1.0, noise_shares=102, inner=FedAvg()))
 
 
 def test_a_run_has_the_same_bits_whoever_computes_it_and_every_round_is_accounted_in_full() -> None:

@@ -23,7 +23,8 @@ class Sum:
         self.around = neighbours(sorted(vectors), most)
         sent, self.digests = {}, {}
         for client, each in self.everyone.items():
-            sent[client], self.digests[client] = each.share({k: self.keys[k] for k in self.around[client]})
+            near = {k: self.keys[k] for k in self.around[client]}
+            sent[client], self.digests[client] = each.share(near, clients=list(vectors), most=most)
         self.gone = sorted(gone)
         self.masked = {}
         for client in sorted(set(vectors) - set(gone)):
@@ -120,6 +121,31 @@ def test_a_server_that_tells_clients_different_lists_learns_nothing() -> None:
     for client, each in run.everyone.items():
         with pytest.raises(MaskError, match=r"of 5 clients were given this list|client 5 has nothing"):
             each.reveal(proofs_for(client, proofs))
+
+
+def test_a_server_that_gives_clients_different_circles_learns_nothing() -> None:
+    """The attack: two circles of client 0's neighbours, each of one mind, and two helpers who are in both.
+
+    Client 0 divides its secrets among nine. Of these, 1 to 3 know each other and client 0 alone, and are told that it
+    answered; 4 to 6 likewise, and that it is gone. With 7 and 8, the helpers, both secrets would be put together.
+    """
+    everyone = {client: Participant(client, SESSION) for client in range(9)}
+    keys = {client: each.public_keys() for client, each in everyone.items()}
+    circles = {k: (0, 1, 2, 3) if k in (1, 2, 3) else (0, 4, 5, 6) if k in (4, 5, 6) else range(9) for k in everyone}
+    sent = {k: each.share({other: keys[other] for other in circles[k]})[0] for k, each in everyone.items()}
+    for client in range(1, 7):
+        received = {k: sent[k][client] for k in circles[client] if k != client}
+        with pytest.raises(MaskError, match="shares of client 0 cannot be read"):
+            everyone[client].mask(received, torch.zeros(3, dtype=torch.int64))
+
+
+def test_a_client_works_out_who_its_neighbours_are() -> None:
+    each = {client: Participant(client, SESSION) for client in range(7)}
+    keys = {client: one.public_keys() for client, one in each.items()}
+    for near, clients in (((0, 1, 2, 3, 4), range(7)), ((0, 1, 6), range(7)), ((0, 1, 2, 5, 6), range(1, 7))):
+        with pytest.raises(MaskError, match="next to this client"):
+            each[0].share({k: keys[k] for k in near}, clients=list(clients), most=4)
+    assert sorted(each[0].share({k: keys[k] for k in (0, 1, 2, 5, 6)}, clients=range(7), most=4)[0]) == [1, 2, 5, 6]
 
 
 def test_a_server_cannot_make_or_reuse_what_clients_confirm_to_each_other() -> None:

@@ -11,6 +11,7 @@ from fedstill.data.federation import Federation
 from fedstill.methods.base import Method
 from fedstill.methods.dp import DP, PrivateClients
 from fedstill.privacy import accounting
+from fedstill.privacy.masks import MOST_NEIGHBOURS
 
 
 def with_noise(hierarchy: Hierarchy, config: Config, federation: Federation, *, elsewhere: bool) -> Hierarchy:
@@ -45,6 +46,11 @@ def check_noise(config: Config, method: Method) -> None:
         raise SettingError(
             "dp with secure_aggregation: clients add the noise, and have to know it: give noise_multiplier ('fedstill "
             "privacy' finds it) and noise_shares, the number of clients whose noise together is that"
+        )
+    if private.noise_shares > MOST_NEIGHBOURS + 1:  # of a sum that has more, a client knows so many
+        raise SettingError(
+            f"noise_shares = {private.noise_shares}: a client makes sure of itself and {MOST_NEIGHBOURS} others in a "
+            f"sum, and would refuse all; give at most {MOST_NEIGHBOURS + 1}, and fewer where some may drop out"
         )
     if private.noise_shares and not config.secure_aggregation:
         raise SettingError(

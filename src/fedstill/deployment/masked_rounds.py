@@ -93,6 +93,7 @@ class MaskedRound:
             client: {
                 "kind": MASK_SHARES,
                 "session": self._session,
+                "clients": sorted(keys),
                 "keys": {str(k): list(keys[k]) for k in around[client]},
                 "signatures": {str(k): self._signatures[k] for k in around[client] if k in self._signatures},
             }

@@ -60,7 +60,7 @@ class SiteMasks:
                 if self._known is not None:
                     signed = {client: _pair(given) for client, given in _by_client(body["signatures"]).items()}
                     check_signed(self._known, run_number(run), participant.session, pairs, signed)
-                shares, digest = participant.share(pairs, least=self._least)
+                shares, digest = participant.share(pairs, clients=_clients(body["clients"]), least=self._least)
                 return {"shares": _named(shares), "digest": digest}
             if body["kind"] == MASK_CONFIRM:
                 answered, gone = _clients(body["answered"]), _clients(body["gone"])

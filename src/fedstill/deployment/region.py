@@ -48,8 +48,8 @@ from fedstill.running.directory import RunDirectory, without_nan
 from fedstill.running.logfile import logging_to
 from fedstill.running.loop import RoundLoop
 from fedstill.running.machine import one_thread
-from fedstill.running.privacy import affordable
-from fedstill.running.rollback import ROLLBACKS, seen, unseen
+from fedstill.running.privacy import affordable, ledgers
+from fedstill.running.rollback import ROLLBACKS, note_spent, seen, unseen
 from fedstill.running.uplinks import TooFewClients, fewest_answers
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class RegionalLoop(RoundLoop):
             self.server.round, self.server.model = first - 1, model
         self.count_samples()
         left = last - self.server.round
-        if self.records and left and not affordable(self.setup.hierarchy, self.regional, left):
+        if (self.records or self.went_back) and left and not affordable(self.setup.hierarchy, self.regional, left):
             raise FedstillError("the region's privacy budget (target_epsilon) does not reach for another episode")
         for round_ in range(self.server.round + 1, last + 1):
             began = time.perf_counter()
@@ -122,6 +122,7 @@ class RegionalLoop(RoundLoop):
     def go_back(self, round_: int) -> None:
         """Be where the region was after a round, as the global server is."""
         log.warning("the global server went back, and so do we, from round %d to %d", self.server.round, round_)
+        note_spent(self.directory, ledgers({"regions": {n: {"state": own} for n, own in self.states().items()}}))
         self.directory.go_back(round_)
         if round_ in self.directory.checkpoint_rounds():
             self.load_state(self.directory.read_checkpoint(round_))

@@ -329,7 +329,11 @@ class Site:
                     "the frozen part of the network is not the server's: another pretrained encoder is meant"
                 )
             regional = self._regional(config, run, task, method, federation)
-            trained = [inside for _, inside in regional] or [(task, method)]
+            # What is asked for: in each region by its method, and after the last round by the run's.
+            asked = (
+                regional if regional and not method.has_final_exchange else [*regional, (config.method, (task, method))]
+            )
+            trained = [inside for _, inside in asked]
             if config.secure_aggregation:
                 check_secure(config, trained)
             for _, inside_method in trained:
@@ -337,14 +341,15 @@ class Site:
             if config.flat:
                 steps, weights = run["steps"] or [0], _class_weight(run)
                 task = task.trained_as(replace(task.local, steps_per_epoch=steps[0], class_weight=weights))
+                asked = [(config.method, (task, method))]
         with during(Step.CONSENT):
-            for name, inside in regional or [(config.method, (task, method))]:
+            for name, inside in asked:
                 self._ledger.check(name, *inside)
             if config.class_weight == BALANCED and self._policy.max_epsilon:
                 raise Refusal(Code.NOT_ALLOWED, "this site's policy has max_epsilon: it does not count its classes")
             if config.class_weight == BALANCED:
                 self._consent.check_setting(run_number(run), "class_weight = balanced", Kind.CLASS_COUNTS)
-            for name, inside in regional or [(config.method, (task, method))]:
+            for name, inside in asked:
                 self._consent.check(run_number(run), name, inside[1], inside[0])
         store = Store(self._directory / STATE / run_number(run), run=run_number(run), earlier=True)
         return Worker(task, federation, method, store, tuple(inside for _, inside in regional), simulated=False)

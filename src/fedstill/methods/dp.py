@@ -248,7 +248,9 @@ class DP(PrivateClients):
         if "model" in moved:
             moved["model"] = moved["model"][:trained] - start[:trained]
         scales = {name: self._scale(name, part) for name, part in parts.items()}
-        factor = _shortened(moved, scales, self.clip)[1]
+        norm, factor = _shortened(moved, scales, self.clip)
+        if not math.isfinite(norm):  # noise alone: a client that refused, or was left out, would tell that it diverged
+            moved, factor = {name: torch.zeros_like(x) for name, x in moved.items()}, 1.0
         generator = client.stream("share of the noise") if client.simulated else None
         noise = self.noise_multiplier * self.clip / math.sqrt(self.noise_shares)
         for name, x in moved.items():

@@ -10,6 +10,10 @@ of who answered and who did not. 5. If enough of them were given the same one, t
 their shares of its seed, and those of whoever did not, of its private key: so the server takes off the masks that are
 left in the sum.
 
+Shares can be read only by those who were given the same clients as whoever made them, and everyone knows from these
+who its neighbours are. A server that gave each another circle could else have two circles, each of one mind, reveal the
+two secrets of a client in both.
+
 The masks of two clients also depend on what their vectors were made from, such as the model: if that differs, they do
 not cancel. A server that gives others a model from which they learn nothing would else find one client's update in the
 sum (Pasquini et al. 2022).
@@ -20,6 +24,7 @@ out one by one; here they are the key stream of AES-256 in counter mode.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import json
@@ -39,7 +44,7 @@ from fedstill.core.errors import FedstillError, SettingError
 Words = NDArray[np.uint64]
 PublicKeys = tuple[str, str]  # for the shares, and for the masks
 
-_MOST_NEIGHBOURS = 100  # enough for thousands of clients of whom a third collude and a third drop out (Bell et al.)
+MOST_NEIGHBOURS = 100  # enough for thousands of clients of whom a third collude and a third drop out (Bell et al.)
 _SCALAR = 48  # bytes of a private key
 
 
@@ -47,7 +52,7 @@ class MaskError(FedstillError):
     """What came from the others cannot belong to a sum."""
 
 
-def neighbours(clients: Sequence[int], most: int = _MOST_NEIGHBOURS) -> dict[int, list[int]]:
+def neighbours(clients: Sequence[int], most: int = MOST_NEIGHBOURS) -> dict[int, list[int]]:
     """Who makes secrets with whom: all with all, or on a ring each with those next to it. Everyone is its own too.
 
     >>> neighbours([3, 5, 8])
@@ -87,6 +92,7 @@ class Participant:
     client: int
     session: str  # the server's name of the sum, which every mask depends on
     _keys: dict[int, PublicKeys] = field(default_factory=dict)
+    _circle: bytes = b""  # of all clients of the sum, and of the keys that all of them know: its digest
     _shares: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # of others' seeds and private keys
     _seed: bytes = field(default_factory=lambda: os.urandom(32))
     _masked: bool = False
@@ -101,14 +107,29 @@ class Participant:
         """Step 1: for the server, to pass on."""
         return self._own
 
-    def share(self, keys: Mapping[int, PublicKeys], *, least: int = 2) -> tuple[dict[int, str], str]:
-        """Step 2: for each neighbour its shares, encrypted, and a digest of the seed; not among fewer than `least`."""
+    def share(
+        self,
+        keys: Mapping[int, PublicKeys],
+        *,
+        clients: Sequence[int] | None = None,
+        least: int = 2,
+        most: int = MOST_NEIGHBOURS,
+    ) -> tuple[dict[int, str], str]:
+        """Step 2: for each neighbour its shares, encrypted, and a digest of the seed; not among fewer than `least`.
+
+        `clients`: all of the sum, if they are not those of the keys; `most`: neighbours that each of them has.
+        """
         if self._keys:
             raise MaskError("the keys of the others came twice")
         if keys.get(self.client) != self._own or len({key for pair in keys.values() for key in pair}) != 2 * len(keys):
             raise MaskError("the keys of the others are not one for each, or another one stands for this client's")
+        everyone = sorted(set(keys if clients is None else clients))
+        if self.client not in everyone or neighbours(everyone, most)[self.client] != sorted(keys):
+            raise MaskError("the keys are not of those who are next to this client among the clients of the sum")
         if len(keys) < max(2, least):
             raise MaskError(f"a sum of {len(keys)} clients' updates, and at least {max(2, least)} have to be in it")
+        known = sorted(keys.items()) if len(keys) == len(everyone) else []
+        self._circle = hashlib.sha256(json.dumps([everyone, known]).encode()).digest()
         lib, self._keys = _library(), dict(keys)
         holders, needed = sorted(keys), threshold(len(keys))
         seeds = lib.create_shares(self._seed, needed, len(holders))
@@ -119,7 +140,7 @@ class Participant:
                 self._shares[holder] = (of_seed, of_private)
                 continue
             plain = lib.share_keys_plaintext_concat(self.client, holder, of_seed, of_private)
-            sent[holder] = lib.encrypt(self._secret(0, holder), plain).decode()
+            sent[holder] = lib.encrypt(self._box(holder), plain).decode()
         return sent, _digest(self._seed)
 
     def mask(self, received: Mapping[int, str], vector: Tensor, *, least: int = 2, about: str = "") -> Tensor:
@@ -134,7 +155,7 @@ class Participant:
         lib, self._masked = _library(), True
         for sender, text in received.items():
             try:
-                plain = lib.decrypt(self._secret(0, sender), text.encode())
+                plain = lib.decrypt(self._box(sender), text.encode())
                 source, target, of_seed, of_private = lib.share_keys_plaintext_separate(plain)
             except Exception as error:
                 raise MaskError(f"the shares of client {sender} cannot be read") from error
@@ -187,6 +208,11 @@ class Participant:
         text = json.dumps(["fedstill answered", self.session, sender, receiver, self._list])
         secret = self._secret(0, sender if sender != self.client else receiver)
         return hmac.new(hashlib.sha256(b"fedstill proof " + secret).digest(), text.encode(), "sha256").hexdigest()
+
+    def _box(self, other: int) -> bytes:
+        """The key of what these two send each other, if they were given the same clients."""
+        found = hashlib.sha256(b"fedstill shares " + self._circle + self._secret(0, other))
+        return base64.urlsafe_b64encode(found.digest())
 
     def _secret(self, which: int, other: int) -> bytes:
         """What this client and another know, and nobody else."""

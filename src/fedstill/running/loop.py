@@ -21,7 +21,7 @@ from fedstill.building.config import anchored, fixed, is_object
 from fedstill.building.groups import Group
 from fedstill.building.setup import Setup, majority
 from fedstill.building.topology import Region
-from fedstill.core.errors import Diverged, SettingError
+from fedstill.core.errors import Diverged, FedstillError, SettingError
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import Worker
 from fedstill.inference.predictor import Predictor
@@ -106,6 +106,7 @@ class RoundLoop(FederatedTraining):
             run.round = self.server.round
             self.callbacks.tell("on_run_start")
             self.callbacks.check()
+            self._check_budget()
             evaluation = None
             if self.records and self.server.round < config.rounds:
                 run.stopped_by = self.spent(self.server.round)  # it had ended, but was killed before its results
@@ -161,6 +162,18 @@ class RoundLoop(FederatedTraining):
     def promise(self, _tally: Tally) -> dict[str, Any] | None:
         """What is promised to clients so far, if anything is."""
         return promised(self.setup.hierarchy, self.regional)
+
+    def _check_budget(self) -> None:
+        """Refuse to begin anew where no round can be paid for."""
+        if not self.records and self.went_back and self.spent(0):
+            raise FedstillError(
+                "the privacy budget (target_epsilon) is spent: rounds that the run went back behind have taken it"
+            )
+
+    @property
+    def went_back(self) -> bool:
+        """Whether there is something in the ledgers of which there are no records."""
+        return SPENT in self.directory.served_run()
 
     def spent(self, round_: int) -> str:
         """What ends the run if the rounds up to the next model of all clients would spend more than its budget."""

@@ -69,13 +69,20 @@ def _note(directory: RunDirectory, to: int, spent: dict[str, dict[str, Any]]) ->
             raise
         path.unlink()  # whoever begins again has another one
         return
-    if isinstance(done := run_info.get(ROLLBACKS, []), list) and run_info:  # else it is a region's: see `seen`
-        before = [*run_info.get(SPENT, []), *([spent] if spent else [])]
-        if to == 0:
-            run_info = {"number": secrets.token_hex(8), "sites": []}  # what else there was is settled anew
-        write_sealed_json(
-            path, run_info | {ROLLBACKS: [*done, to] if to else [to]} | ({SPENT: before} if before else {})
-        )
+    if not isinstance(done := run_info.get(ROLLBACKS, []), list) or not run_info:  # it is a region's: see `seen`
+        note_spent(directory, spent)
+        return
+    before = [*run_info.get(SPENT, []), *([spent] if spent else [])]
+    if to == 0:
+        run_info = {"number": secrets.token_hex(8), "sites": []}  # what else there was is settled anew
+    write_sealed_json(path, run_info | {ROLLBACKS: [*done, to] if to else [to]} | ({SPENT: before} if before else {}))
+
+
+def note_spent(directory: RunDirectory, spent: dict[str, dict[str, Any]]) -> None:
+    """Have a region that is about to go back count what it spent, also if it is stopped before its next checkpoint."""
+    known, spent = directory.served_run(), {number: own for number, own in spent.items() if own}
+    if known and spent:
+        write_sealed_json(directory.path / files.SERVED, known | {SPENT: [*known.get(SPENT, []), spent]})
 
 
 def unseen(rollbacks: Sequence[int], path: Path) -> int | None:

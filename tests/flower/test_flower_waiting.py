@@ -187,6 +187,23 @@ def test_a_site_is_woken_when_its_message_is_there_and_again_while_there_are_mor
     assert notified.messages == [SITE] * 3
 
 
+def test_what_comes_while_a_site_looks_in_vain_is_not_forgotten(
+    bounded: tuple[Any, Uploads, Notified], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flower, uploads, notified = bounded
+
+    def come() -> None:
+        for name in NAMES[:2]:
+            flower.store_message_and_object_tree(*message(name, []), "server")
+            flower.store_object(1, "server", name, b"head")
+
+    monkeypatch.setattr(uploads, "_unconfirmed", lambda node: come())  # asked after the look, when there was nothing
+    assert flower.get_message_ins(SITE, 1) == []
+    assert notified.messages == [SITE, SITE]
+    flower.get_message_ins(SITE, 1)
+    assert notified.messages == [SITE] * 3
+
+
 def test_a_message_that_a_site_has_not_confirmed_when_it_looks_again_is_given_again(
     bounded: tuple[Any, Uploads, Notified],
 ) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -14,10 +17,14 @@ pytest.importorskip("flwr")
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 
+from fedstill.flower import link as link_of
+from fedstill.flower import private
+from fedstill.flower.link import FlowerLink
 from fedstill.flower.superlink.uploads import Uploads
 from fedstill.flower.superlink.waiting import Waiting
 
 LONG = 3600.0
+PATIENCE = 200.0
 SITE, OTHER = 7, 8
 
 
@@ -187,6 +194,23 @@ def test_a_site_is_woken_when_its_message_is_there_and_again_while_there_are_mor
     assert notified.messages == [SITE] * 3
 
 
+def test_what_comes_while_a_site_looks_in_vain_is_not_forgotten(
+    bounded: tuple[Any, Uploads, Notified], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flower, uploads, notified = bounded
+
+    def come() -> None:
+        for name in NAMES[:2]:
+            flower.store_message_and_object_tree(*message(name, []), "server")
+            flower.store_object(1, "server", name, b"head")
+
+    monkeypatch.setattr(uploads, "_unconfirmed", lambda node: come())  # asked after the look, when there was nothing
+    assert flower.get_message_ins(SITE, 1) == []
+    assert notified.messages == [SITE, SITE]
+    flower.get_message_ins(SITE, 1)
+    assert notified.messages == [SITE] * 3
+
+
 def test_a_message_that_a_site_has_not_confirmed_when_it_looks_again_is_given_again(
     bounded: tuple[Any, Uploads, Notified],
 ) -> None:
@@ -229,3 +253,59 @@ def test_the_server_hears_of_an_answer_that_is_refused(bounded: tuple[Any, Uploa
     flower.store_message_and_object_tree(*message(root, [part], answers=request), "site")
     assert not flower.store_object(1, "site", part, bytes(300_000))
     assert notified.answers == [request]
+
+
+def unconnected(tmp_path: Path) -> FlowerLink:
+    """A link whose SuperLink was never started."""
+    return FlowerLink(tmp_path, {}, host="127.0.0.1", port=1, certificates=None, most_bytes=1)
+
+
+def test_sites_whose_answers_lose_a_part_again_keep_nobody_from_reading(tmp_path: Path) -> None:
+    link, reading, over = unconnected(tmp_path), threading.Semaphore(0), threading.Event()
+
+    def read(message: str, *, abandoned: Callable[[], bool], **_: Any) -> None:
+        if message != "good":
+            abandoned()  # a part is missing
+            abandoned()
+            reading.release()
+            over.wait(PATIENCE)
+
+    run = mock.Mock(pull=read)
+    batch = mock.Mock(**{"left.return_value": PATIENCE})
+
+    def pull(message: str) -> None:
+        sent = link_of._PendingRequest(run, private.Node(1, ""), message)
+        link._answer_event(sent).set()
+        link._pull("quito", sent, batch)
+
+    waiting = [threading.Thread(target=pull, args=(f"bad {i}",), daemon=True) for i in range(3 * link_of._READERS)]
+    for thread in waiting:
+        thread.start()
+    try:
+        for _ in waiting:
+            assert reading.acquire(timeout=PATIENCE)
+        pull("good")
+    finally:
+        over.set()
+    for thread in waiting:
+        thread.join(PATIENCE)
+    for _ in range(link_of._READERS):  # each place was given back once
+        assert link._readers.acquire(blocking=False)
+    assert not link._readers.acquire(blocking=False)
+
+
+def test_whatever_goes_wrong_in_listening_it_goes_on_and_who_waits_looks_meanwhile(tmp_path: Path) -> None:
+    link, heard = unconnected(tmp_path), list[bool]()
+
+    def answered() -> Iterator[list[str]]:
+        heard.append(link._hears)
+        if len(heard) == 3:
+            link._stopping.set()
+        yield ["a"]
+        raise ValueError("no JSON")
+
+    link._address = mock.Mock(answered=answered)
+    with mock.patch.object(link_of, "_AGAIN", 0.0), mock.patch.object(link_of, "_MOST_EVENTS", 0):
+        link._listen()
+    assert heard == [False] * 3
+    assert not link._answer_events

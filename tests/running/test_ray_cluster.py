@@ -252,17 +252,23 @@ def test_work_that_ends_a_second_worker_ends_the_run_and_is_named(tmp_path: Path
     )
     groups, todo, deaths = [[Train(k, 2)] for k in range(6)], deque([5]), dict[int, int]()
 
-    def die(*places: int) -> None:
+    def die(*calls: list[int]) -> None:
         actor = ray_connection.load("").remote(object).options(num_cpus=99).remote()  # for which there is no room
-        handle = ray_cluster.WorkerHandle(actor, None, "north", {f"answer {place}": [place] for place in places})
+        handle = ray_cluster.WorkerHandle(actor, None, "north", {f"answer {call}": call for call in calls})
         engine._handles = [handle]
         engine._drop(handle, todo, groups, deaths, OSError("gone"))
 
-    die(3, 4)
+    die([3], [4])
     assert (list(todo), engine._handles, engine.deaths) == ([3, 4, 5], [], 1)
-    die(4)  # for which it is the first time
+    die([4])  # for which it is the first time
     with pytest.raises(FedstillError, match=r"^client 3 in round 2, network cnn \(Stacked\), ended its worker 2 times"):
-        die(3, 5)
+        die([3], [5])
+    deaths.clear()
+    die([1, 2], [0])  # whose work it was is not known
+    assert deaths  # from now on each has a call of its own
+    die([1])
+    with pytest.raises(FedstillError, match=r"^client 1 in round 2, .* ended its worker 2 times"):
+        die([1])
 
 
 def test_small_clients_share_a_call_and_large_ones_have_one_each(tmp_path: Path) -> None:

@@ -218,11 +218,12 @@ class RayCluster(Engine):
                 raise FedstillError(f"workers do not start on the Ray cluster: {in_one_line(error)}") from error
         if handle.assigned:
             places = sorted(place for call in handle.assigned.values() for place in call)
-            first = next(iter(handle.assigned.values()))[0]
-            deaths[first] = deaths.get(first, 0) + 1
+            first, *more = next(iter(handle.assigned.values()))
+            deaths[first] = deaths.get(first, 0) + (not more)  # of several nobody knows whose it was: each comes alone
             work, where = self._worker.describe(groups[first]), handle.node
             if deaths[first] >= _DEATHS_ALLOWED:
                 raise FedstillError(f"{work} ended its worker {_DEATHS_ALLOWED} times, at last on {where}; {_ADVICE}")
+            work += f" or one of the {len(more)} sent with it" if more else ""
             log.warning("%s ended its worker on %s, or the node is gone; it is tried once more", work, where)
             todo.extendleft(reversed(places))
 

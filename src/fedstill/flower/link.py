@@ -17,9 +17,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -258,13 +257,23 @@ class FlowerLink:
         """A site's answer, if there is one."""
         complete = self._answer_event(sent).is_set()
         self._answer_event(sent).clear()
-        with self._readers if complete else nullcontext():  # else it may have to be waited for
-            return sent.run.pull(
-                sent.message,
-                most_bytes=self._most_bytes,
-                seconds=batch.left(),
-                abandoned=partial(self._abandoned, site, sent),
-            )
+        place = list[Callable[[], None]]()  # among those who read; given back once, by whichever thread
+        if complete:  # else it may have to be waited for
+            self._readers.acquire()
+            place.append(self._readers.release)
+
+        def give_back() -> None:
+            with suppress(IndexError):
+                place.pop()()
+
+        def abandoned() -> bool:
+            give_back()  # a part is gone again: who waits for it must not keep others from reading
+            return self._abandoned(site, sent)
+
+        try:
+            return sent.run.pull(sent.message, most_bytes=self._most_bytes, seconds=batch.left(), abandoned=abandoned)
+        finally:
+            give_back()
 
     def _abandoned(self, site: str, sent: _PendingRequest) -> bool:
         """Whether the process that was sent the request has gone.
@@ -293,15 +302,18 @@ class FlowerLink:
     def _listen(self) -> None:
         """Hear which messages have been answered, so that nobody need look for each again and again."""
         while not self._stopping.is_set():
-            with suppress(httpx.HTTPError):
+            try:
                 for answered in self._address.answered():
                     self._hears = True
                     for message in answered:
                         self._answer_events.setdefault(message, threading.Event()).set()
-                    while len(self._answer_events) > _MOST_EVENTS:
-                        del self._answer_events[next(iter(self._answer_events))]
+                    if (surplus := len(self._answer_events) - _MOST_EVENTS) > 0:
+                        for message in list(self._answer_events)[:surplus]:
+                            self._answer_events.pop(message, None)  # others take theirs out meanwhile
                     if self._stopping.wait(_TOGETHER):
                         return
+            except Exception as error:  # noqa: BLE001 (if this thread ended, nobody would look any more)
+                _log.debug("the SuperLink does not say what was answered: %s", error)
             self._hears = False  # who waits looks for himself
             self._stopping.wait(_AGAIN)
 

@@ -77,6 +77,8 @@ class Uploads:
             return bool(stored)
 
         def get_requests(state: Any, node_id: int, limit: int | None, **options: Any) -> list[Any]:
+            with self._lock:
+                before = set(self._pending.get(node_id, ()))
             self.state, found = state, requests(state, node_id, limit, **options)
             if limit is None:  # the server's own
                 return found  # type: ignore[no-any-return]
@@ -86,7 +88,7 @@ class Uploads:
             elif (lost := self._unconfirmed(node_id)) is not None:
                 return [lost]
             else:
-                self._pending.pop(node_id, None)  # what had been there has ended
+                self._forget(node_id, before)  # what had been there has ended; what came meanwhile has not
             return found  # type: ignore[no-any-return]
 
         def get_answers(state: Any, message_ids: set[str], run_id: int) -> list[Any]:
@@ -135,6 +137,10 @@ class Uploads:
             more.discard(message)
         if more:
             self._waiting.message_for(node)
+
+    def _forget(self, node: int, messages: set[str]) -> None:
+        with self._lock:
+            self._pending.get(node, set()).difference_update(messages)
 
     def refuse_newest(self, key: str) -> None:
         """A part of the answer that a site is sending is too large by itself."""

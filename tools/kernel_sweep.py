@@ -23,6 +23,7 @@ from itertools import product
 
 ISAS = ("SSE41", "AVX", "AVX2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16")
 CHECKS = "libc_malloc_debug.so.0"  # glibc's, since 2.34
+_TRIES = 12  # of each case
 _TOGETHER = 30  # cases in one process, as long as none dies
 
 
@@ -121,8 +122,10 @@ def _fork(some: Sequence[Case]) -> str:
     if not fork:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what glibc says of the damage
         for case in some:
-            for _ in range(3):  # whether damage is seen depends on what lies behind
+            between: list[bytearray] = []
+            for attempt in range(_TRIES):  # whether damage is seen depends on what lies behind, so that is varied
                 convolve(case)
+                between.extend(bytearray(size) for size in range(64 * attempt, 4096, 512))
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
     return signal.Signals(-code).name if code < 0 else str(code)

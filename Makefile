@@ -19,8 +19,8 @@ demo: install
 # The many processes that tests start do not each compile the sources anew, also where Python is told to keep nothing.
 test test-fast: export PYTHONDONTWRITEBYTECODE =
 
-test: install  # a third process, as many tests wait for servers and sites
-	$(BIN)/python -m pytest $(PARALLEL) -n 3 --doctest-modules --durations 10 src tests docs
+test: install  # four processes, as many tests wait for servers and sites
+	$(BIN)/python -m pytest $(PARALLEL) -n 4 --doctest-modules --durations 10 src tests docs
 
 test-fast: install
 	$(BIN)/python -m pytest $(PARALLEL) --doctest-modules -m "not slow" src tests docs

@@ -19,6 +19,7 @@ from fedstill.running.result import Result
 from support.commandline import run
 from support.float64 import in_float64
 from support.guards import (  # noqa: F401 - hooks
+    pytest_collection_finish,
     pytest_collection_modifyitems,
     pytest_configure,
     pytest_sessionfinish,

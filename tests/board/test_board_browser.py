@@ -22,7 +22,7 @@ from support.commandline import short
 from support.guards import start
 from support.written import round_line, write_run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.servers]
 
 PATIENCE = 60  # seconds; what a busy machine may take
 HOSTILE = '"><img src=x onerror=window.broken=1><script>window.broken=1<'  # without a slash: it is a folder's name

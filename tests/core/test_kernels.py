@@ -146,6 +146,7 @@ print("sound")
 def under_heap_checks(kernel_sweep: ModuleType, isa: str, *words: str | Path) -> None:
     """Run Python on this: damage to memory ends it before it says "sound"."""
     checks = {"LD_PRELOAD": kernel_sweep.CHECKS, "MALLOC_CHECK_": "3", "ONEDNN_MAX_CPU_ISA": isa}
+    checks |= {"OMP_WAIT_POLICY": "passive"}  # threads that wait leave their core to other tests
     child = subprocess.run(
         [sys.executable, *words], env=os.environ | checks, capture_output=True, text=True, check=False
     )

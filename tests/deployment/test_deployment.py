@@ -25,7 +25,7 @@ from support.runs import SMALL
 pytest.importorskip("flwr")
 from fedstill.flower.keys import add, make, revoke
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.servers]
 
 NAMES = ("north", "south", "west")
 SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k not in ("engine", "clients")}

@@ -50,7 +50,7 @@ def test_the_pages_server_momentum_adds_up_past_updates(tmp_path: Path) -> None:
         assert server.model == expected
 
 
-PROXY = {"pool": 0.1, "proxy": "pool", "server_steps": 5, "rounds": 1}
+PROXY = {"fraction": 0.1, "pool": 0.1, "proxy": "pool", "server_steps": 5, "rounds": 1}
 
 
 @pytest.mark.slow

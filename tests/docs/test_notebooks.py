@@ -21,6 +21,7 @@ def test_there_are_three_notebooks_without_outputs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.servers
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
     import nbformat

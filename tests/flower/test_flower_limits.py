@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 pytest.importorskip("flwr")
+pytestmark = pytest.mark.servers
 
 from flwr.proto.fleet_pb2 import PushMessagesRequest
 from flwr.proto.message_pb2 import Message, Metadata, ObjectTree

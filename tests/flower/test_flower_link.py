@@ -36,7 +36,7 @@ from fedstill.flower.link import Failure, FlowerLink
 from fedstill.flower.node import serve
 from support.link import PATIENCE, SITES, CutLine, Trial, ask, everyone, wait
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.servers]
 
 HELD = 60.0  # seconds for which Flower holds the place of a process that died
 

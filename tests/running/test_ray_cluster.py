@@ -38,7 +38,7 @@ from support.engines import Remembering, Suicidal, all_client_states, command, e
 from support.guards import start
 from support.runs import SMALL, RunSmall, numbers, weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
+pytestmark = [pytest.mark.slow, pytest.mark.servers, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -76,15 +77,26 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first in each of the parts that pytest-xdist hands to its workers: none ends with it."""
+    """Files that wait for servers come first in each of the parts that pytest-xdist hands to its workers, then slow ones.
+
+    So the others compute meanwhile, no worker ends with what takes long, and no file's servers are started by several.
+    """
     parts: list[list[pytest.Item]] = [[] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))]
     slow = [item for item in items if item.get_closest_marker("slow")]
     quick = [item for item in items if not item.get_closest_marker("slow")]
-    for number, (_, together) in enumerate(groupby(slow, key=lambda item: item.path)):
-        parts[number % len(parts)].extend(together)
+    files = [list(together) for _, together in groupby(slow, key=lambda item: item.path)]
+    files.sort(key=lambda file: not any(item.get_closest_marker("servers") for item in file))
+    for number, file in enumerate(files):
+        parts[number % len(parts)].extend(file)
     size = -(-len(items) // len(parts))
     for part in parts:
         room = max(0, size - len(part))
         part.extend(quick[:room])
         del quick[:room]
     items[:] = [item for part in (*parts, quick) for item in part]
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collector need not look through it, nor copy it in every fork."""
+    gc.collect()
+    gc.freeze()

@@ -35,7 +35,7 @@ from support.wiretap import Floats, exact, network, setup_of, softmax
 
 CLASSES = 10
 
-RUN: dict[str, Any] = {"pool": 0.1, "participation": 1.0, "epochs": 2, "rounds": 2, "regions": 3}
+RUN: dict[str, Any] = {"fraction": 0.1, "pool": 0.1, "participation": 1.0, "epochs": 2, "rounds": 2, "regions": 3}
 
 SHORT: dict[str, Any] = {"server_epochs": 2, "server_batch": 24, "server_lr": 2e-3}
 

@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
     "rounds_per_episode": 1,
     "epochs": 1,
     "batch_size": 16,
-    "fraction": 0.1,
+    "fraction": 0.05,
     "alpha": 0.5,
     "model": "cnn",
     "image_size": 16,

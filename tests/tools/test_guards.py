@@ -88,6 +88,7 @@ def run(folder: Path, tests: str) -> Ended:
 
 
 @pytest.mark.slow
+@pytest.mark.servers
 def test_tests_that_kill_their_process_or_hang_are_named_and_the_others_run(tmp_path: Path) -> None:
     ended = run(tmp_path, DEADLY)
     assert ended.code == pytest.ExitCode.TESTS_FAILED
@@ -100,11 +101,13 @@ def test_tests_that_kill_their_process_or_hang_are_named_and_the_others_run(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.servers
 def test_a_worker_that_dies_after_its_last_test_fails_the_run(tmp_path: Path) -> None:
     assert run(tmp_path, LATE).code == pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.mark.slow
+@pytest.mark.servers
 def test_workers_that_die_before_any_test_end_the_run(tmp_path: Path) -> None:
     ended = run(tmp_path, "import os\nos.abort()\n")
     assert ended.code != pytest.ExitCode.OK

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 Place = Literal["gpu", "cpu", "either"]
@@ -86,7 +85,7 @@ class _Calls(TorchFunctionMode):
         if generator is not None and any(isinstance(arg, Tensor) and place(arg) == "gpu" for arg in args):
             raise MixedDevices(f"{name} of a tensor on the GPU with a generator of the CPU's")
         result = func(*args, **kwargs)
-        fresh = isinstance(result, Tensor) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+        fresh = isinstance(result, Tensor) and not _tensors((args, kwargs))
         if isinstance(result, Tensor) and (where is not None or fresh):
             put(result, _place(where) if where is not None else "cpu")
         return result
@@ -132,7 +131,7 @@ class _Kernels(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = _tensors((args, kwargs))
         places = [place(tensor) for tensor in given]
         if name not in _CROSSING:
             _check(name, args, given, places)
@@ -142,13 +141,24 @@ class _Kernels(TorchDispatchMode):
         self.count[where] += 1
         known = {_memory(tensor) for tensor in given}
         result = func(*args, **kwargs)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and _memory(tensor) not in known:
+        for tensor in _tensors(result):
+            if _memory(tensor) not in known:
                 put(tensor, where)
         for tensor in given:  # what could be anywhere has come to be somewhere
             if name.endswith("_") and tensor is given[0] and place(tensor) == "either":
                 put(tensor, where)
         return result
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    """Those in what an operation is called with or returns, in their order."""
+    if isinstance(given, Tensor):
+        return [given]
+    if isinstance(given, dict):
+        given = given.values()
+    elif not isinstance(given, tuple | list):
+        return []
+    return [tensor for each in given for tensor in _tensors(each)]
 
 
 def _memory(tensor: Tensor) -> int:

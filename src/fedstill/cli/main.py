@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import sys
+from collections.abc import Callable
 from contextvars import copy_context
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
@@ -413,6 +415,12 @@ def _commands(module: str = "commands") -> ModuleType:
     return importlib.import_module(f"fedstill.cli.{module}")
 
 
+@lru_cache
+def _command_line() -> Callable[..., int | None]:
+    """All commands, whose annotations are read once in a process."""
+    return typer.main.get_command(app)
+
+
 def main() -> None:
     """Entry point: what the user can mend is one line, without a traceback."""
     copy_context().run(_main)  # what one call confirms does not hold for the next
@@ -422,7 +430,7 @@ def _main() -> None:
     if on_terminal():
         trust.confirm.set(ask)
     try:
-        code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
+        code = _command_line()(args=sys.argv[1:] or ["--help"], standalone_mode=False)
     except UsageError as error:
         text, context = error.format_message(), error.ctx
         where = f" (see '{context.command_path} --help')" if context else ""

@@ -326,9 +326,7 @@ def test_a_site_holds_what_it_held_when_it_joined_also_after_a_restart(tmp_path:
     more = Lying(tmp_path, lambda a: {"samples": [a["samples"][0] + 5]}, kind="poll")
     result = served(more, tmp_path / "run", rounds=2)
     assert [r["clients"] for r in result.records] == [3, 2]
-    assert "south cannot take part: it had 84 samples and 21 tests when it joined, and has 89" in log(
-        tmp_path / "run"
-    )
+    assert "south cannot take part: it had 84 samples and 21 tests when it joined, and has 89" in log(tmp_path / "run")
     config = resolve(SETTINGS | {"rounds": 3})
     terms = Terms(timeout=5, recount=("south",))
     serve(config, NAMES, more, tmp_path / "run", terms=terms, pause=lambda missing: False)

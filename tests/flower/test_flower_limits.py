@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 pytest.importorskip("flwr")
-pytestmark = pytest.mark.servers
 
 from flwr.proto.fleet_pb2 import PushMessagesRequest
 from flwr.proto.message_pb2 import Message, Metadata, ObjectTree
@@ -29,6 +28,8 @@ from fedstill.flower.superlink import connections as counted
 from fedstill.flower.superlink.uploads import Uploads, only_answers
 from fedstill.flower.superlink.waiting import Waiting
 from support.link import Trial, ask, everyone, wait
+
+pytestmark = pytest.mark.servers
 
 MB = 1 << 20
 

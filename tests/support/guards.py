@@ -77,7 +77,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that wait for servers come first in each of the parts that pytest-xdist hands to its workers, then slow ones.
+    """Files that wait for servers come first in each part that pytest-xdist hands to a worker, then slow ones.
 
     So the others compute meanwhile, no worker ends with what takes long, and no file's servers are started by several.
     """

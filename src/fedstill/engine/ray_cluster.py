@@ -36,7 +36,7 @@ from fedstill.train.task import Task
 log = logging.getLogger(__name__)
 
 _QUEUED = 2  # calls a worker may hold, so that it never waits for the next
-_CALL_SECONDS = 0.04  # of work in a call, if clients are small: each call costs some milliseconds of Ray's
+_CALL_SECONDS = 0.1  # of work in a call, if clients are small: each call costs some milliseconds of Ray's
 _MOST_IN_CALL = 8  # groups of requests, whose answers are in memory at once
 _DEATHS_ALLOWED = 2  # of workers by the same requests: one may be an accident, or a node that was switched off
 _STARTS_ALLOWED = 10  # of workers one after the other that end before they are ready
@@ -54,7 +54,15 @@ class WorkerHandle:
     actor: Any
     starting: Any  # the reference to what it says when it is ready; None once it is
     node: str = ""
-    assigned: dict[Any, list[int]] = field(default_factory=dict)  # of each call, by the reference to its answers
+    assigned: dict[Any, Call] = field(default_factory=dict)  # by the reference to the first of its answers
+
+
+@dataclass(frozen=True)
+class Call:
+    """Requests that were given to a worker at once: their places in the queue, and references to their answers."""
+
+    places: list[int]
+    answers: list[Any]
 
 
 class RayCluster(Engine):
@@ -70,6 +78,8 @@ class RayCluster(Engine):
         self._handles: list[WorkerHandle] = []
         self._failed_starts = 0
         self._pace = _CALL_SECONDS  # seconds that a group of requests takes, by the last answer
+        self._inline = 0  # bytes up to which an object goes along with a call, without Ray's store
+        self._broadcasts = 0
         self.deaths = 0
 
     def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
@@ -78,7 +88,11 @@ class RayCluster(Engine):
             self._connect()
             import ray
 
-            broadcast, room = ray.put(tree.encode(down)), self._room()
+            encoded, room = tree.encode(down), self._room()
+            self._broadcasts += 1
+            # In a list, Ray sends the reference: a worker fetches and decodes each broadcast once.
+            content = encoded if len(encoded) < self._inline else [ray.put(encoded)]
+            broadcast = self._broadcasts, content
             todo = deque(range(len(groups)))
             done: dict[int, list[Tree]] = {}
             deaths: dict[int, int] = {}
@@ -110,7 +124,7 @@ class RayCluster(Engine):
         if self._open is not None:
             return
         with ExitStack() as opened:
-            opened.enter_context(ray_connection.connected(self._address, self._cores))
+            self._inline = opened.enter_context(ray_connection.connected(self._address, self._cores))
             self._stored = ray_connection.put(_bare(self._worker), "this run")
             self._make_actor = _remote(self._gpus)
             self._open = opened.pop_all()
@@ -147,9 +161,10 @@ class RayCluster(Engine):
                 return
             fair = -(-len(todo) // (2 * len(ready)))  # towards the end fewer, so that all end together
             places = [todo.popleft() for _ in range(min(in_call, fair))]
-            # In a list, Ray sends the reference: a worker fetches and decodes each broadcast once.
             message = tree.encode({"groups": [self._with_states(groups[place]) for place in places]})
-            handle.assigned[handle.actor.work.remote(message, [broadcast])] = places
+            found = handle.actor.work.options(num_returns=len(places)).remote(message, *broadcast)
+            answers = found if len(places) > 1 else [found]
+            handle.assigned[answers[0]] = Call(places, answers)
 
     def _with_states(self, requests: Sequence[Request]) -> Tree:
         """Requests with what their clients have kept."""
@@ -175,21 +190,24 @@ class RayCluster(Engine):
             log.warning("the Ray cluster has no room for a worker, which needs %s; waiting ('ray status')", needed)
         for reference in found:
             handle = by_reference[reference]
+            call = handle.assigned.get(reference)
             try:
-                answer = tree.decode(ray.get(reference))
+                answers = [tree.decode(data) for data in ray.get(call.answers if call else [reference])]
             except ray.exceptions.RayTaskError as error:
                 raise FedstillError(f"a worker on the Ray cluster failed: {in_one_line(error.cause)}") from error
             except ray.exceptions.RayError as error:
                 self._drop(handle, todo, groups, deaths, error)
                 continue
-            if "error" in answer:
-                raise FedstillError(answer["error"])
-            if reference == handle.starting:
-                handle.starting, handle.node, self._failed_starts = None, answer["answer"], 0
+            for answer in answers:
+                if "error" in answer:
+                    raise FedstillError(answer["error"])
+            if call is None:
+                handle.starting, handle.node, self._failed_starts = None, answers[0]["answer"], 0
                 continue
-            places, found_groups = handle.assigned.pop(reference), answer["answer"]["groups"]
-            self._pace = answer["answer"]["seconds"] / len(places)
-            done |= {place: self._kept(groups[place], own) for place, own in zip(places, found_groups, strict=True)}
+            del handle.assigned[reference]
+            for place, answer in zip(call.places, answers, strict=True):
+                done[place] = self._kept(groups[place], answer["answer"])
+            self._pace = sum(answer["answer"]["seconds"] for answer in answers) / len(answers)
 
     def _kept(self, requests: Sequence[Request], found: Tree) -> list[Tree]:
         """The answers, once what the clients keep is kept."""
@@ -217,8 +235,8 @@ class RayCluster(Engine):
             if self._failed_starts >= _STARTS_ALLOWED:
                 raise FedstillError(f"workers do not start on the Ray cluster: {in_one_line(error)}") from error
         if handle.assigned:
-            places = sorted(place for call in handle.assigned.values() for place in call)
-            first, *more = next(iter(handle.assigned.values()))
+            places = sorted(place for call in handle.assigned.values() for place in call.places)
+            first, *more = next(iter(handle.assigned.values())).places
             deaths[first] = deaths.get(first, 0) + (not more)  # of several nobody knows whose it was: each comes alone
             work, where = self._worker.describe(groups[first]), handle.node
             if deaths[first] >= _DEATHS_ALLOWED:
@@ -277,7 +295,7 @@ class _Actor:
     def __init__(self) -> None:
         self._worker: Worker | None = None
         self._device = device.CPU
-        self._broadcast = ""  # of which `_down` is the content
+        self._broadcast = 0  # the number of the one whose content is `_down`
         self._down: Message = {}
 
     def start(self, stored: list[Any], home: dict[str, Any]) -> bytes:
@@ -293,6 +311,7 @@ class _Actor:
                 f"node {node} of the Ray cluster has {_versions()}, and the run was started with {home['versions']}; "
                 "install the same on all"
             )
+        self._broadcast = 0
         torch.set_num_threads(1)
         keep_memory()
         sys.path.extend(path for path in home["path"] if path not in sys.path)
@@ -306,25 +325,25 @@ class _Actor:
             raise FedstillError(f"node {node} of the Ray cluster: {error}; install it there") from error
         return node
 
-    def work(self, message: bytes, broadcast: list[Any]) -> bytes:
-        """The answers to groups of requests, and what their clients keep."""
-        with device.on(self._device):
-            return encode_answer(partial(self._work, message, broadcast[0]), tree.encode)
-
-    def _work(self, message: bytes, broadcast: Any) -> Tree:
+    def work(self, message: bytes, broadcast: int, content: bytes | list[Any]) -> bytes | list[bytes]:
+        """The answers to groups of requests, with what clients keep: an object each, as small ones need no store."""
         import ray
 
-        if broadcast.hex() != self._broadcast:
-            self._down, self._broadcast = tree.decode(ray.get(broadcast)), broadcast.hex()
-        began = time.perf_counter()
-        answers = [self._answers(group) for group in tree.decode(message)["groups"]]
-        return {"groups": answers, "seconds": time.perf_counter() - began}
+        if broadcast != self._broadcast:
+            data = content if isinstance(content, bytes) else ray.get(content[0])
+            self._down, self._broadcast = tree.decode(data), broadcast
+        with device.on(self._device):
+            groups = tree.decode(message)["groups"]
+            answers = [encode_answer(partial(self._answers, group), tree.encode) for group in groups]
+        return answers if len(answers) > 1 else answers[0]
 
     def _answers(self, found: Tree) -> Tree:
         assert self._worker is not None
+        began = time.perf_counter()
         requests = [request_from(fields) for fields in found["requests"]]
         clients = [None if isinstance(request, Score) else request.client for request in requests]
         states = {c: s for c, s in zip(clients, found["states"], strict=True) if c is not None and s is not None}
         store = _States(states)
         answers = replace(self._worker, store=store).handle_group(requests, self._down)
-        return {"answers": answers, "states": [None if c is None else store.written.get(c) for c in clients]}
+        kept = [None if c is None else store.written.get(c) for c in clients]
+        return {"answers": answers, "states": kept, "seconds": time.perf_counter() - began}

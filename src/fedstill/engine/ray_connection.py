@@ -35,6 +35,8 @@ _VARIABLES = {
 }
 
 
+_INLINE = 100_000  # bytes up to which Ray sends an object along with a call or an answer, without its store
+_INLINE_HERE = 1_000_000  # the same where we start Ray: its store costs milliseconds for each object
 _SECONDS = 5  # in which a cluster takes a connection
 
 
@@ -82,28 +84,30 @@ def load(address: str) -> ModuleType:
 
 
 @contextmanager
-def connected(setting: str, cores: int) -> Iterator[None]:
+def connected(setting: str, cores: int) -> Iterator[int]:
     """Inside, this process is connected to the cluster, or to one of its own with so many cores.
 
-    A connection that the caller has made is used, and left as it is.
+    Gives the size in bytes up to which an object goes along with a call. A connection that the caller has made is used,
+    and left as it is.
     """
     address = address_of(setting)
     ray = load(address)
     if ray.is_initialized():
-        yield
+        yield _INLINE
         return
     quiet: dict[str, Any] = {"configure_logging": False, "log_to_driver": False}
     local: dict[str, Any] = {"num_cpus": cores, "include_dashboard": False}
     with _silent(), tempfile.TemporaryDirectory(prefix="fedstill-", ignore_cleanup_errors=True) as folder:
         try:
-            with _temporary_files_in(folder):
+            small = {} if address else {"RAY_max_direct_call_object_size": str(_INLINE_HERE)}
+            with _environment({"RAY_TMPDIR": folder} | small):
                 ray.init(address or "local", **quiet, **({} if address else local))
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             ray.shutdown()
             place = f"there is no Ray cluster at {address}" if address else "Ray does not start"
             raise FedstillError(f"{place}: {in_one_line(error)}") from error
         try:
-            yield
+            yield _INLINE if address else _INLINE_HERE
         finally:
             ray.shutdown()
 
@@ -121,16 +125,18 @@ def _silent() -> Iterator[None]:
 
 
 @contextmanager
-def _temporary_files_in(folder: str) -> Iterator[None]:
-    """What Ray starts has its files here; it opens them to everybody, but what is above them is closed."""
-    before = os.environ.get("RAY_TMPDIR")
-    os.environ["RAY_TMPDIR"] = folder
+def _environment(wanted: dict[str, str]) -> Iterator[None]:
+    """What Ray starts finds these variables. Its files are open to everybody, but the folder around them is not."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
-        del os.environ["RAY_TMPDIR"]
-        if before is not None:
-            os.environ["RAY_TMPDIR"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def put(value: object, what: str) -> Any:

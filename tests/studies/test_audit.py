@@ -17,6 +17,7 @@ from fedstill.running.callbacks import Callback, RunView
 from fedstill.studies import audit as audits
 from fedstill.studies.audit import Audit, pairs, shadow_federation
 from fedstill.studies.wire_leaks import Exchanged, on_the_wire
+from fedstill.train.task import classifier
 from support.commandline import SHORT
 from support.commandline import fedstill as command
 
@@ -165,7 +166,7 @@ def test_a_discriminator_knows_the_samples_that_it_learnt(tmp_path: Path, monkey
             places = np.flatnonzero(owners == client)
             x = exchanged.task.dataset.normalise(samples.x[places + half * len(owners)])
             with torch.no_grad():
-                row[places] = judge.module(net.module.features(x)).flatten().numpy()
+                row[places] = judge.module(classifier(net).features(x)).flatten().numpy()
     members, others = scores
     above = (members[:, None] > others).mean() + 0.5 * (members[:, None] == others).mean()
     assert found(result, "taken for real").auc == pytest.approx(above, abs=1e-3)

@@ -21,6 +21,7 @@ from fedstill.deployment.policy import Policy
 from fedstill.deployment.site import LocalInputs, Site
 from fedstill.methods.dp import DP
 from fedstill.methods.dp_sgd import sample_epsilon
+from fedstill.methods.kinds import Kind
 from fedstill.privacy.accounting import Plan, Release, composed, epsilon
 from fedstill.running.directory import RunDirectory
 from fedstill.running.rollback import rollback
@@ -59,6 +60,21 @@ def test_sites_are_not_asked_how_they_do_and_the_noise_is_not_in_the_seed(tmp_pa
     assert all(record["train_loss"] is record["amp"] is None for record in result.records)
     served(Wire(tmp_path / "others"), tmp_path / "two", "fedavg+dp", rounds=2, **PRIVATE)
     assert weights(tmp_path / "one") != weights(tmp_path / "two")  # of one seed
+
+
+@pytest.mark.slow
+def test_sites_that_vote_send_votes_alone(tmp_path: Path) -> None:
+    """Their own models are measured by nobody else, though there is no other."""
+    wire, policy = Tapped(tmp_path / "sites"), replace(POLICY, allow=("predictions",), deny=(Kind.WEIGHTS, Kind.LOGITS))
+    wire.sites = {name: Site(tmp_path / "sites" / name, LocalInputs(), policy) for name in NAMES}
+    hyper = {"noise_multiplier": 4.0, "delta": 1e-3, "queries": 20, "average_weights": False}
+    result = served(wire, tmp_path / "one", "fedmd+votes", rounds=2, proxy="pool", pool=0.2, hyper=hyper)
+    assert [record["epsilon"] for record in result.records] == pytest.approx(
+        [epsilon(Plan(3, 3, n), 4.0, 1e-3) for n in (1, 2)]
+    )
+    assert wire.metrics == {"seconds"}
+    assert "Score" not in wire.kinds
+    assert all(record["accuracy"] is record["local_accuracy"] is None for record in result.records)
 
 
 @pytest.mark.slow

@@ -11,9 +11,13 @@ import pytest
 import torch
 
 import fedstill
+from fedstill.core.weights import FlatNet
 from fedstill.data.dataset import Split
 from fedstill.running.callbacks import Callback, RunView
+from fedstill.studies import audit as audits
 from fedstill.studies.audit import Audit, pairs, shadow_federation
+from fedstill.studies.wire_leaks import Exchanged, on_the_wire
+from fedstill.train.task import classifier
 from support.commandline import SHORT
 from support.commandline import fedstill as command
 
@@ -131,3 +135,38 @@ def test_the_command_prints_a_table_and_draws_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "audit" / "audit.png").stat().st_size > 1000
     assert command("verify", tmp_path / "run").code == 0
     assert "no config.toml" in command("audit", tmp_path).err
+
+
+def test_a_discriminator_knows_the_samples_that_it_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures of noise, so that all that tells members from others is that a client's discriminator has seen them."""
+    rng = np.random.default_rng(0)
+
+    def drawn(count: int) -> tuple[Any, Any]:
+        return rng.normal(size=(count, 1, 16, 16)).astype(np.float32), np.arange(count) % 2
+
+    data = fedstill.from_clients([drawn(60) for _ in range(3)], drawn(40), test_fraction=0.5)
+    quick = {"lr": 0.1, "rounds": 1, "z_dim": 3, "batches": 1, "server_batch": 8, "server_epochs": 1}
+    fedstill.run("dafkd", data=data, out=tmp_path / "run", **BY_HEART | quick)
+    crossed: list[tuple[Exchanged, Split, Any]] = []
+
+    def noting(exchanged: Exchanged, samples: Split, owners: Any) -> Any:
+        crossed.append((exchanged, samples, owners))
+        return on_the_wire(exchanged, samples, owners)
+
+    monkeypatch.setattr(audits, "on_the_wire", noting)
+    result = fedstill.audit(tmp_path / "run", data=data, inversion_steps=0)
+    assert found(result, "taken for real").interval[0] > 0.5
+    ((exchanged, samples, owners),) = crossed
+    scores = np.full((2, len(owners)), np.nan)  # of members and of others, by plain layers
+    for client, message in exchanged.up.items():
+        net, judge = exchanged.task.build(), FlatNet(torch.nn.Linear(exchanged.task.feature_dim, 1))
+        net.load(message["model"])
+        judge.load(message["discriminator"])
+        for half, row in enumerate(scores):
+            places = np.flatnonzero(owners == client)
+            x = exchanged.task.dataset.normalise(samples.x[places + half * len(owners)])
+            with torch.no_grad():
+                row[places] = judge.module(classifier(net).features(x)).flatten().numpy()
+    members, others = scores
+    above = (members[:, None] > others).mean() + 0.5 * (members[:, None] == others).mean()
+    assert found(result, "taken for real").auc == pytest.approx(above, abs=1e-3)

@@ -214,10 +214,13 @@ class Worker:
         # A client whose answer the server will drop keeps the state it had.
         if client.touched_state and fault(message, declared) is None:
             self.store.write(request.client, request.round, client.touched_state)
-        private = self.method.guarantee is not None  # then what is measured on a client's samples stays with it
+        guarantee = self.method.guarantee
+        private = guarantee is not None  # then what is measured on a client's samples stays with it
         metrics = {"train_loss": client.trained.loss} if client.trained and not private else {}
         metrics["seconds"] = time.perf_counter() - began
-        if request.measure and not private:
+        # Where clients are protected and have the only models, a simulation measures these, and says: not covered.
+        alone = guarantee is not None and guarantee.unit == "client" and not self.method.global_model
+        if request.measure and (not private or (alone and self.simulated)):
             metrics |= self._own_model(client)
         return {"samples": samples, "message": message, "metrics": metrics}
 

@@ -394,3 +394,7 @@ class Method:
     def pictures(self, task: Task, state: dict[str, Any], count: int) -> Tensor | None:
         """What a client's generator makes, as (N, C, H, W) with values in 0..1; None: it has no generator."""
         return None
+
+    def realness(self, task: Task, message: Message, samples: Samples) -> Tensor | None:
+        """The logit by which the discriminator in an uplink takes each sample for a real one; None: there is none."""
+        return None

@@ -194,10 +194,13 @@ class DaFKD(Distilling):
         self, judges: Sequence[tuple[Task, Tensor]], outputs: Sequence[Outputs], pseudo: Samples
     ) -> Tensor:
         """alpha_{k,i} = D_k(x_i), (K, N), on the features that client k's own trained trunk gives."""
-        x, rows = pseudo.x(torch.arange(len(pseudo))), []
-        for (task, weights), out in zip(judges, outputs, strict=True):
-            rows.append(self.discriminator(task).load(weights).module.eval()(x, out.features).sigmoid())
-        return torch.stack(rows)
+        x = pseudo.x(torch.arange(len(pseudo)))
+        pairs = zip(judges, outputs, strict=True)
+        return torch.stack([self._logits(task, weights, x, out).sigmoid() for (task, weights), out in pairs])
+
+    def _logits(self, task: Task, weights: Tensor, x: Tensor, out: Outputs) -> Tensor:
+        found: Tensor = self.discriminator(task).load(weights).module.eval()(x, out.features)
+        return found
 
     def pseudo(self, task: Task, generator: Tensor, round_: int) -> Samples:
         """The generated samples of a round, the same for whoever has the generator."""
@@ -226,3 +229,10 @@ class DaFKD(Distilling):
         if "generator" not in state:
             return super().pictures(task, state, count)
         return self.generator(task).pictures(state["generator"], count, seeds.torch_rng(task.seed, "pictures"))
+
+    @torch.no_grad()
+    def realness(self, task: Task, message: Message, samples: Samples) -> Tensor | None:
+        if "discriminator" not in message:
+            return super().realness(task, message, samples)
+        x, out = samples.x(torch.arange(len(samples))), predict(task, message["model"], samples)
+        return self._logits(task, message["discriminator"], x, out)

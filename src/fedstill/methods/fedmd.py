@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,6 +23,9 @@ from fedstill.train.evaluate import Outputs, predict
 from fedstill.train.loop import Batch, Objective, fit
 from fedstill.train.losses import kl
 from fedstill.train.task import LocalTraining, Samples, Task
+
+Distance = Callable[[Tensor, Tensor], Tensor]
+"""How far logits are from the consensus, given which public samples they are of."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +85,15 @@ class FedMD(FedAvg):
         else:
             client.flat.load(client.state.get("model", client.task.initial))
         if self.digest == "first" and client.round > 1:
-            consensus = client.down["logits"]
+            samples, distance = self.consensus(client)
             training = LocalTraining(epochs=1, batch_size=256, optimizer=client.task.local.optimizer)
-            objective = Objective(base=lambda batch, out: F.l1_loss(out.logits, consensus[batch.ids]))
-            fit(client.flat, public(client.task), objective, training, lr=client.lr, order=client.stream("digest"))
+            objective = Objective(base=lambda batch, out: distance(batch.ids, out.logits))
+            fit(client.flat, samples, objective, training, lr=client.lr, order=client.stream("digest"))
 
     def objective(self, client: Client) -> Objective:
         if client.round == 1 or self.weight == 0 or self.digest == "first":
             return Objective()
-        samples, consensus, rng = public(client.task), client.down["logits"], client.stream("public samples")
+        (samples, distance), rng = self.consensus(client), client.stream("public samples")
         ids = torch.empty(0, dtype=torch.long)
 
         def inputs(batch: Batch) -> Tensor:
@@ -100,9 +103,16 @@ class FedMD(FedAvg):
 
         def term(batch: Batch, out: Outputs) -> Tensor:
             assert out.extra is not None
-            return self.weight * kl(consensus[ids], out.extra.logits)
+            return self.weight * distance(ids, out.extra.logits)
 
         return Objective(term=term, inputs=inputs)
+
+    def consensus(self, client: Client) -> tuple[Samples, Distance]:
+        """The public samples that clients agree on, and what a client minimises to agree."""
+        logits = client.down["logits"]
+        if self.digest == "first":
+            return public(client.task), lambda ids, own: F.l1_loss(own, logits[ids])
+        return public(client.task), lambda ids, own: kl(logits[ids], own)
 
     def uplink(self, client: Client) -> Message:
         weights = client.flat.read()

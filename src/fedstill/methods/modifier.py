@@ -15,7 +15,7 @@ from fedstill.methods.fedavg import FedAvg
 from fedstill.models.base import Classifier
 from fedstill.train.client import Client
 from fedstill.train.loop import Objective
-from fedstill.train.task import Task
+from fedstill.train.task import Samples, Task
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,9 @@ class Modifier(Method):
 
     def pictures(self, task: Task, state: dict[str, Any], count: int) -> Tensor | None:
         return self.inner.pictures(task, state, count)
+
+    def realness(self, task: Task, message: Message, samples: Samples) -> Tensor | None:
+        return self.inner.realness(task, message, samples)
 
 
 _FACTS = ("counts",)  # what any method may ask of a client under the same name, if it means the same

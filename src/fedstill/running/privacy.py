@@ -38,7 +38,9 @@ def promised(hierarchy: Hierarchy, servers: Mapping[int, Server]) -> dict[str, A
     if not found:
         return None
     worst = max(found, key=lambda report: float(report["epsilon"]))
-    return worst | {"not sent": list(_NOT_SENT), "not covered": list(_NOT_COVERED)}
+    own = worst.get("not covered", ())  # of this method
+    not_sent = [name for name in _NOT_SENT if name not in own]
+    return worst | {"not sent": not_sent, "not covered": [*_NOT_COVERED, *own]}
 
 
 def protects_clients(method: Method) -> bool:

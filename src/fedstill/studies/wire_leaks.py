@@ -1,4 +1,4 @@
-"""Membership inference on what crosses between a client and its server: weights, logits, class means, generators.
+"""Membership inference on what crosses between a client and its server: weights, class means, generators.
 
 What crosses is that of the round that would follow the run: nothing of it has to be kept by the run for that.
 """
@@ -109,6 +109,8 @@ def _attacked(exchanged: Exchanged, name: str, part: Part, samples: Split, owner
         seen, attack, scores = "weights", "loss against the sent model's", _by_weights(exchanged)
     elif part.kind is Kind.GENERATOR and name == "generator" and _shows_pictures(exchanged):
         seen, attack, scores = "generator", "nearest picture", _by_pictures(exchanged)
+    elif part.kind is Kind.GENERATOR and name == "discriminator" and _has_discriminator(exchanged):
+        seen, attack, scores = "discriminator", "taken for real", _by_discriminator(exchanged)
     elif has_model and (width := _width(exchanged, name, part)):
         seen, attack, scores = part.what, "distance from the class mean", _by_class_means(exchanged, name, width)
     else:
@@ -143,8 +145,11 @@ def _width(exchanged: Exchanged, name: str, part: Part) -> Literal["logits", "fe
 
 
 def _outputs(exchanged: Exchanged, split: Split) -> Outputs:
-    samples = Samples(split.x, split.y, torch.arange(len(split)), exchanged.task.dataset.normalise)
-    return predict(exchanged.task, exchanged.down["model"], samples)
+    return predict(exchanged.task, exchanged.down["model"], _samples(exchanged, split))
+
+
+def _samples(exchanged: Exchanged, split: Split) -> Samples:
+    return Samples(split.x, split.y, torch.arange(len(split)), exchanged.task.dataset.normalise)
 
 
 def _by_class_means(exchanged: Exchanged, name: str, which: Literal["logits", "features"]) -> Scores:
@@ -182,5 +187,25 @@ def _by_pictures(exchanged: Exchanged) -> Scores:
         assert pictures is not None
         distances = torch.cdist((split.x.double() / 255).flatten(1), pictures.detach().double().flatten(1))
         return np.asarray(-distances.min(1).values.cpu().numpy())
+
+    return scores
+
+
+def _has_discriminator(exchanged: Exchanged) -> bool:
+    """Whether there is a client's discriminator that the server sees for itself, and can put samples to."""
+    if exchanged.masked:
+        return False
+    dataset = exchanged.task.dataset
+    one = _samples(exchanged, Split(dataset.train.x[:1], dataset.train.y[:1]))
+    return exchanged.method.realness(exchanged.task, exchanged.messages()[0][1], one) is not None
+
+
+def _by_discriminator(exchanged: Exchanged) -> Scores:
+    """How surely the client's discriminator takes a sample for one of its own, not a made one (LOGAN; Hayes 2019)."""
+
+    def scores(message: Message, split: Split) -> Floats:
+        found = exchanged.method.realness(exchanged.task, message, _samples(exchanged, split))
+        assert found is not None
+        return np.asarray(found.double().cpu().numpy())
 
     return scores

@@ -325,6 +325,12 @@ def test_a_callback_restores_the_models_of_all_groups_or_none() -> None:
         fedstill.run("fedavg", **run_of("fedavg"), callbacks=[First()])
 
 
+def test_groups_whose_models_would_be_one_file_are_refused() -> None:
+    groups = [own | {"name": name} for own, name in zip(GROUPS, ("site a", "Site-A"), strict=True)]
+    with pytest.raises(SettingError, match=r"'site a' and 'Site-A' would be one file, model-site-a\.safetensors"):
+        fedstill.run("fedavg", **run_of("fedavg") | {"group": groups})
+
+
 def test_a_round_that_a_callback_makes_the_last_has_numbers_by_group_too() -> None:
     settings = run_of("fedavg") | {"rounds": 5, "eval_every": 2}
     result = fedstill.run("fedavg", **settings, callbacks=[fedstill.Budget(bytes=1)])

@@ -27,6 +27,7 @@ from fedstill.engine.worker import Worker
 from fedstill.inference.predictor import Predictor
 from fedstill.methods import registry
 from fedstill.metrics.records import BestAndFinal, RoundRecord, Scores, Summary
+from fedstill.running import files
 from fedstill.running.callbacks import Callback, Callbacks, RunView
 from fedstill.running.directory import RunDirectory, without_nan
 from fedstill.running.evaluation import Evaluation, evaluate, evaluate_groups, tested
@@ -55,6 +56,7 @@ class RoundLoop(FederatedTraining):
         engine: Callable[[Worker], Engine] | None = None,
     ) -> None:
         super().__init__(setup, directory)
+        refuse_one_file(setup)
         directory.keep = setup.config.keep_checkpoints
         self._make_engine = engine or partial(make_engine, setup.config)
         view = RunView(setup, directory.path, lambda: self.records, self.model, self._main_models, self._network)
@@ -384,6 +386,18 @@ class RoundLoop(FederatedTraining):
     def _network(self) -> nn.Module:
         """The network as it is now; untrained if the method has no global model."""
         return network(self.setup.task, self.model() if self.setup.method.global_model else None)
+
+
+def refuse_one_file(setup: Setup) -> None:
+    """Each group's model needs a file of its own."""
+    named: dict[str, str] = {}
+    for region in setup.hierarchy.regions if setup.hierarchy.separate else ():
+        other = named.setdefault(files.further_model(region.name), region.name)
+        if other != region.name:
+            raise SettingError(
+                f"group: the models of {other!r} and {region.name!r} would be one file, "
+                f"{files.further_model(region.name)}; give them names that differ in letters a to z or digits"
+            )
 
 
 def refuse_changes(before: dict[str, str], now: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
     python tools/different_networks.py --out runs/networks --data-dir DATA
     python tools/different_networks.py --out runs/networks --table      # the table of what is there
+    python tools/different_networks.py --out runs/networks --picture networks.png      # the same drawn
 
 Three networks, dealt to 12 clients in turn, with features of one size; data, clients of a round, initial weights and
 the server's samples are the same for every method. Every run has its directory: interrupted, the same command goes on
@@ -19,6 +20,7 @@ from typing import Any
 import fedstill
 from fedstill.core.files import write_atomic
 from fedstill.metrics.statistics import spread
+from fedstill.report.scatter import Point, scatter
 
 NETWORKS = ["lenet5", "cnn", "resnet8"]
 SETTINGS: dict[str, Any] = {
@@ -60,6 +62,12 @@ METHODS: dict[str, dict[str, Any]] = {  # by the method, and a word where it is 
     "fedhyb": {"variant": "3"},
     "dafkd": {},
 }
+KINDS = {  # what clients and groups have in common
+    "own models": ("local", "feddistill", "fedmd", "fedproto", "fedtgp"),
+    "own models, shared parts": ("fml", "fedkd", "lg-fedavg", "lg-fedavg+fedgen"),
+    "a model for each group": ("fedavg", "fedgkd", "fedkf"),
+    "groups teach each other": ("fedgkd across", "fedkf across", "feddf", "lkd", "fedhyb", "dafkd"),
+}
 COLUMNS = {  # in per cent
     "test set": "final_accuracy",
     "own tests": "final_local_accuracy",
@@ -83,14 +91,18 @@ def carry_out(out: Path, method: str, seed: int, data_dir: str) -> None:
     fedstill.run(method.partition(" ")[0], **SETTINGS, seed=seed, data_dir=data_dir, hyper=METHODS[method], out=path)
 
 
+def summaries(out: Path, method: str, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Of the runs of a method that have ended."""
+    files = [place(out, method, seed) / "summary.json" for seed in seeds]
+    return [json.loads(file.read_text()) for file in files if file.is_file()]
+
+
 def table(out: Path, seeds: Sequence[int]) -> str:
     """A line for each method: mean and standard deviation over the seeds that are there."""
     heads = [*COLUMNS, *(f"test set, {name}" for name in NETWORKS), "MB down", "MB up", "seconds", "seeds"]
     lines = [f"| method | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for method in METHODS:
-        files = [place(out, method, seed) / "summary.json" for seed in seeds]
-        found = [json.loads(file.read_text()) for file in files if file.is_file()]
-        if not found:
+        if not (found := summaries(out, method, seeds)):
             continue
         cells = [_shown([s[name] for s in found], 100) for name in COLUMNS.values()]
         cells += [_shown([s["groups"][name]["final_accuracy"] for s in found], 100) for name in NETWORKS]
@@ -108,6 +120,22 @@ def _shown(values: Sequence[float | None], factor: float) -> str:
     return f"{factor * found.mean:.1f}" + (f" ± {factor * found.std:.1f}" if found.n > 1 else "")
 
 
+def picture(out: Path, seeds: Sequence[int], path: Path) -> None:
+    """Draw what clients' models know of all classes against how they serve their own clients."""
+    points = []
+    for kind, methods in KINDS.items():
+        for method in methods:
+            pairs = [
+                tuple(s[COLUMNS[name]] for name in ("test set", "own tests")) for s in summaries(out, method, seeds)
+            ]
+            if pairs:
+                points.append(Point(method, kind, pairs))
+    if not points:
+        raise SystemExit(f"{out} has no run that has ended")
+    labels = ("accuracy on the global test set, mean over clients", "accuracy on clients' own tests, mean over clients")
+    scatter(points, labels, path, list(KINDS))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -117,7 +145,11 @@ def main() -> None:
         "--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD", help="only these"
     )
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="run nothing; draw the runs that have ended")
     given = parser.parse_args()
+    if given.picture:
+        picture(given.out, given.seeds, given.picture)
+        return
     given.out.mkdir(parents=True, exist_ok=True)
     for seed in [] if given.table else given.seeds:
         for method in given.methods:

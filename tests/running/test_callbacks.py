@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 import fedstill
+from fedstill.inference.description import read_description
 from fedstill.metrics.records import EpisodeRecord, RoundRecord, Scores, Summary
 from fedstill.running.rollback import rollback
 from fedstill.running.verify import verify
@@ -217,6 +217,19 @@ def test_early_stopping_is_exact_after_a_kill(tmp_path: Path) -> None:
     assert torch.equal(weights(resumed), weights(whole))
 
 
+def test_early_stopping_is_exact_after_a_kill_before_the_results(tmp_path: Path) -> None:
+    def stopping() -> list[fedstill.Callback]:
+        return [Metric(3, 2, 1, 0), fedstill.EarlyStopping("callbacks.metric", patience=1, restore_best=True)]
+
+    fedstill.run("fedavg", **TINY, out=tmp_path / "run", callbacks=stopping())
+    before = (tmp_path / "run/model.safetensors").read_bytes()
+    for name in ("summary.json", "model.safetensors"):
+        (tmp_path / "run" / name).unlink()
+    summary = fedstill.resume(tmp_path / "run", callbacks=stopping()).summary
+    assert (summary["rounds"], summary["stopped_by"], summary["restored_round"]) == (2, "EarlyStopping", 1)
+    assert (tmp_path / "run/model.safetensors").read_bytes() == before
+
+
 def test_a_metric_that_no_round_has_is_refused_with_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(fedstill.SettingError, match=r"metric = 'acuracy': the rounds have accuracy, loss"):
         fedstill.run("fedavg", **TINY, callbacks=[fedstill.EarlyStopping("acuracy")])
@@ -250,10 +263,10 @@ def test_the_best_round_is_kept_in_a_file_and_forgotten_by_a_rollback(tmp_path: 
     best, run = tmp_path / "run/best.safetensors", tmp_path / "run"
     settings = TINY | {"save_models": 1, "keep_checkpoints": 4}
     fedstill.run("fedavg", **settings, out=run, callbacks=[Metric(1, 3, 2, 5), fedstill.SaveBest("callbacks.metric")])
-    with safe_open(best, "pt") as file:
-        assert file.metadata() == {"round": "4"}
+    assert read_description(best).round == 4
     saved, fourth = load_file(best), load_file(run / "models/round-000004.safetensors")
     assert all(torch.equal(saved[name], fourth[name]) for name in fourth)
+    assert fedstill.load(best).module.network.state_dict().keys() == saved.keys()
     rollback(run, 3)
     assert not best.exists()
 

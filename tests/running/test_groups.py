@@ -20,6 +20,7 @@ from fedstill.core.reports import Refusal
 from fedstill.deployment.policy import Policy
 from fedstill.deployment.site import LocalInputs, Site
 from fedstill.running.result import Result
+from fedstill.running.rollback import rollback
 from support.quick import QUICK, TINY, needed
 from support.runs import numbers, slow
 from support.sites import NAMES, Wire, served
@@ -232,6 +233,120 @@ def test_networks_of_ones_own_and_a_clients_model_is_of_its_own_network(tmp_path
     assert [p.shape[0] for p in mine.module.network.parameters()] == [5, 5, 10, 10]
     again = fedstill.resume(tmp_path / "run", rounds=2, models=nets)
     assert again.summary["rounds"] == 2
+
+
+# --- the best round -------------------------------------------------------------------------------------------------
+
+CHOSEN: dict[str, Any] = {"validation": 0.25, "select": "val_amp", "restore_best": True, "rounds": 3, "lr": 0.1}
+MODELS = ("model.safetensors", "model-deep.safetensors")
+
+
+class Interrupt(fedstill.Callback):
+    """Interrupts a run before its third round."""
+
+    def on_round_start(self, run: fedstill.RunView, round_: int, clients: int) -> None:
+        if round_ == 3:
+            raise KeyboardInterrupt
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in run.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize(
+    ("method", "own"),
+    [("fedavg", {}), slow("feddf", {}), slow("fedprox+t1", {"rounds": 4}), slow("fedgkd", {"across": True})],
+)
+def test_all_groups_models_are_those_of_the_one_round_that_is_best_over_all_groups(
+    method: str, own: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = run_of(method.removesuffix("+t1")) | CHOSEN | own
+    result = fedstill.run(method, **settings, out=tmp_path / "run")
+    values = [record["val_amp"] for record in result.records]
+    best = 1 + values.index(max(values))
+    assert best < len(values), "else nothing is restored"
+    assert result.summary["restored_round"] == best
+    record, selected = result.records[best - 1], result.summary["selected"]
+    assert {
+        "round": best,
+        "by": "val_amp",
+        "amp": record["amp"],
+        "groups": record["groups"],
+    }.items() <= selected.items()
+    fedstill.run(method, **settings | {"rounds": best, "select": "", "restore_best": False}, out=tmp_path / "short")
+    for name in (*MODELS, "clients.csv"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "short" / name).read_bytes()
+    for group in ("small", "deep"):
+        kept = fedstill.load(tmp_path / f"run/best-{group}.safetensors").module.state_dict()
+        ended = fedstill.load(tmp_path / "short", which=group).module.state_dict()
+        assert kept.keys() == ended.keys()
+        assert all(torch.equal(kept[name], ended[name]) for name in kept)
+
+
+@pytest.mark.parametrize("engine", [{}, slow({"engine": "process", "workers": 2})])
+def test_the_best_round_of_groups_is_the_same_after_a_kill_on_the_way_or_at_the_end(
+    engine: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = run_of("fedavg") | CHOSEN
+    whole = fedstill.run("fedavg", **settings, out=tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        fedstill.run("fedavg", **settings | engine, out=tmp_path / "cut", callbacks=[Interrupt()])
+    again = fedstill.resume(tmp_path / "cut")
+    assert (numbers(again), again.summary["selected"]) == (numbers(whole), whole.summary["selected"])
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    for name in ("summary.json", *MODELS):  # as if it was killed after the last round
+        (tmp_path / "cut" / name).unlink()
+    assert fedstill.resume(tmp_path / "cut").summary["restored_round"] == whole.summary["restored_round"]
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def test_going_back_forgets_the_best_models_of_later_rounds(tmp_path: Path) -> None:
+    settings = run_of("fedavg") | CHOSEN | {"keep_checkpoints": 4}
+    best = fedstill.run("fedavg", **settings, out=tmp_path / "run").summary["selected"]["round"]
+    before = contents(tmp_path / "run")
+    rollback(tmp_path / "run", best - 1)
+    assert contents(tmp_path / "run") == {}
+    fedstill.resume(tmp_path / "run")
+    assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("method", ["local", "fedtgp"])
+def test_where_clients_keep_their_own_models_there_is_none_to_select(method: str) -> None:
+    with pytest.raises(SettingError, match=f"^select: with {method} every client keeps a model of its own"):
+        fedstill.run(method, **run_of(method) | CHOSEN)
+
+
+def test_a_callback_restores_the_models_of_all_groups_or_none() -> None:
+    class First(fedstill.Callback):
+        def on_round_end(self, run: fedstill.RunView, record: Any) -> None:
+            run.restore(record["round"], run.weights())
+
+    with pytest.raises(SettingError, match="there is a model for each group"):
+        fedstill.run("fedavg", **run_of("fedavg"), callbacks=[First()])
+
+
+def test_groups_whose_models_would_be_one_file_are_refused() -> None:
+    groups = [own | {"name": name} for own, name in zip(GROUPS, ("site a", "Site-A"), strict=True)]
+    with pytest.raises(SettingError, match=r"'site a' and 'Site-A' would be one file, model-site-a\.safetensors"):
+        fedstill.run("fedavg", **run_of("fedavg") | {"group": groups})
+
+
+def test_a_round_that_a_callback_makes_the_last_has_numbers_by_group_too() -> None:
+    settings = run_of("fedavg") | {"rounds": 5, "eval_every": 2}
+    result = fedstill.run("fedavg", **settings, callbacks=[fedstill.Budget(bytes=1)])
+    assert len(result.records) == 1
+    assert result.summary["groups"].keys() == {"small", "deep"}
+
+
+@pytest.mark.slow
+def test_regions_with_networks_of_their_own_select_the_models_of_one_episode(tmp_path: Path) -> None:
+    regions = [{"name": group["name"], "model": "mlp", "model_options": group["model_options"]} for group in GROUPS]
+    settings = _without(MIXED, "group") | CHOSEN | {"region": regions, "pool": 0.1, "rounds_per_episode": 2, "lr": 1.0}
+    best = fedstill.run("f2l", **settings | {"rounds": 4}, out=tmp_path / "run").summary["restored_round"]
+    assert best == 2
+    fedstill.run("f2l", **settings | {"rounds": best, "select": "", "restore_best": False}, out=tmp_path / "short")
+    for name in MODELS:
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "short" / name).read_bytes()
 
 
 # --- sites ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 import fedstill
 from fedstill.building.config import resolve
@@ -18,6 +18,7 @@ from fedstill.core.errors import SettingError
 from fedstill.core.tree import Tree
 from fedstill.data.federation import Federation
 from fedstill.data.validation import hold_out
+from fedstill.inference.description import read_description
 from support.runs import SMALL
 from support.sites import Wire, alone, served, weights
 
@@ -105,10 +106,9 @@ def test_selection_and_early_stopping_go_on_exactly_after_an_interruption(tmp_pa
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
     kept = [(tmp_path / name / "best.safetensors") for name in ("cut", "whole")]
     assert kept[0].read_bytes() == kept[1].read_bytes()
-    with safe_open(kept[0], "pt") as file:
-        assert int(file.metadata()["round"]) == best
-        same = file.get_tensor
-        assert all(same(name).equal(tensor) for name, tensor in whole.model.state_dict().items())
+    assert read_description(kept[0]).round == best
+    same = load_file(kept[0])
+    assert all(same[name].equal(tensor) for name, tensor in whole.model.state_dict().items())
 
 
 def _stops(values: list[float], patience: int, min_delta: float) -> int:

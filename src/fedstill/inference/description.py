@@ -66,6 +66,7 @@ class ModelDescription(BaseModel):
     precision: Precision = "float32"
     buffers: BufferPolicy = "average"
     groups: dict[str, GroupNetwork] = {}  # where clients have different networks, each group's
+    round: NonNegativeInt = 0  # of a best.safetensors: the round that it is the model of
 
     def of_group(self, name: str) -> ModelDescription:
         """The description of one group's model alone; the same if there are no groups."""
@@ -73,8 +74,9 @@ class ModelDescription(BaseModel):
         return self.model_copy(update=own | {"groups": {}})
 
     def as_json(self, exclude: Collection[str] = (), indent: int | None = None) -> str:
-        """Without what only runs with groups have, so that others keep their bytes."""
-        return self.model_dump_json(exclude={*exclude, *(() if self.groups else ("groups",))}, indent=indent)
+        """Without what only some models have, so that others keep their bytes."""
+        lacking = {name for name in ("groups", "round") if not getattr(self, name)}
+        return self.model_dump_json(exclude={*exclude, *lacking}, indent=indent)
 
     @property
     def own_network(self) -> bool:

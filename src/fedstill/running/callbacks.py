@@ -22,6 +22,7 @@ from fedstill.core.errors import FedstillError, SettingError, described, unknown
 from fedstill.data.federation import Federation
 from fedstill.methods.base import Method
 from fedstill.metrics.records import EpisodeRecord, RoundRecord, Scores, Summary
+from fedstill.running.results import model_file
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +46,15 @@ class RunView:
         path: Path,
         records: Callable[[], list[RoundRecord]],
         weights: Callable[[], Tensor],
+        all_weights: Callable[[], Mapping[str, Tensor]],
         network: Callable[[], nn.Module],
     ) -> None:
-        self._setup, self._records, self._weights, self._network = setup, records, weights, network
+        self._setup, self._records, self._network = setup, records, network
+        self._weights, self._all_weights = weights, all_weights
         self._seen: list[RoundRecord] = []  # the records as callbacks see them
         self.path, self.round, self.stopped_by = path, 0, ""
         self.logged: dict[str, float | None] = {}  # for the record of the round under way
-        self.chosen: tuple[int, Tensor] | None = None  # what `restore` was given
+        self.chosen: tuple[int, Mapping[str, Tensor]] | None = None  # what `restore` was given
 
     @property
     def config(self) -> Config:
@@ -108,18 +111,33 @@ class RunView:
         """The model as a flat vector of its own, as it is now."""
         return self._weights().detach().clone()
 
+    def all_weights(self) -> dict[str, Tensor]:
+        """The same by name: of each group's model, where there is one for each, else of the one."""
+        return {name: weights.detach().clone() for name, weights in self._all_weights().items()}
+
     def model(self) -> nn.Module:
         """The model as a network of its own, as it is now."""
         return self._network()
+
+    def model_files(self) -> dict[str, bytes]:
+        """The same models by name, each as a file that `fedstill.load` reads."""
+        weights = self._all_weights()
+        return {name: model_file(self._setup, [name], name, weights[name], self.round) for name in weights}
 
     def log(self, name: str, value: float) -> None:
         """Add a number to the round's record: `record["callbacks"][name]`, also in metrics.jsonl."""
         number = float(value)
         self.logged[name] = number if math.isfinite(number) else None
 
-    def restore(self, round_: int, weights: Tensor) -> None:
-        """Let the run's result be the weights that the model had after this round, should this round be its last."""
-        self.chosen = round_, weights
+    def restore(self, round_: int, weights: Tensor | Mapping[str, Tensor]) -> None:
+        """Let the run's result be weights of an earlier round, should this round be its last.
+
+        They are as `weights` or, needed where there is a model for each group, `all_weights` gave them after it.
+        """
+        given = {"": weights} if isinstance(weights, Tensor) else weights
+        if self._setup.hierarchy.separate and given.keys() != self._all_weights().keys():
+            raise SettingError("restore: there is a model for each group; give the weights of all: all_weights()")
+        self.chosen = round_, given
 
 
 class Callback:
@@ -140,8 +158,11 @@ class Callback:
         'Patience'
     """
 
-    def on_run_start(self, run: RunView) -> None:
-        """Before the first round, or the first after a run was resumed: `run.round` rounds are done."""
+    def on_run_start(self, run: RunView) -> bool | None:
+        """Before the first round, or the first after a run was resumed: `run.round` rounds are done.
+
+        True ends a run that was resumed, as `on_round_end` had ended it before it could write its results.
+        """
 
     def on_round_start(self, run: RunView, round_: int, clients: int) -> None:
         """So many clients are about to train. A served round that failed starts again."""

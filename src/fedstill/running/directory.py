@@ -27,6 +27,7 @@ from fedstill.core.files import (
 from fedstill.core.index import Entries, Entry, Index, newest
 from fedstill.core.store import Store
 from fedstill.core.tree import Tree
+from fedstill.inference.description import read_description
 from fedstill.methods import registry
 from fedstill.metrics.records import RoundRecord
 from fedstill.running import files, lock
@@ -331,9 +332,9 @@ class RunDirectory:
         """Delete what the end of a run wrote, and the models that rounds after this one saved."""
         for name in files.RESULTS:
             (self.path / name).unlink(missing_ok=True)
-        best = self.path / files.BEST
-        if best.exists() and tree.metadata(best).get("round", "") not in map(str, range(round_ + 1)):
-            best.unlink()
+        for best in (*self.path.glob(files.BEST), *self.path.glob(files.BEST_OF_GROUPS)):
+            if _best_round(best) not in range(round_ + 1):
+                best.unlink()
         for file in self.path.glob(files.FURTHER_MODELS):
             file.unlink()
         later = [path for saved, path in self.saved_models().items() if saved > round_]
@@ -427,7 +428,8 @@ class RunDirectory:
         """Delete what an earlier run wrote, and nothing else."""
         for name in files.REPLACED:
             (self.path / name).unlink(missing_ok=True)
-        saved = (*self.saved_episodes().values(), *self.saved_models().values(), *self.path.glob(files.FURTHER_MODELS))
+        saved = [*self.saved_episodes().values(), *self.saved_models().values()]
+        saved += [file for kind in (files.FURTHER_MODELS, files.BEST_OF_GROUPS) for file in self.path.glob(kind)]
         for file in (*self.checkpoints.glob("round-*"), *saved, *(self.path / files.TENSORBOARD).glob("events.out.*")):
             file.unlink()
         self.index.path.unlink(missing_ok=True)
@@ -445,6 +447,15 @@ class RunDirectory:
             if self._writer:
                 self._writer.shutdown(wait=False)
                 self._writer = None
+
+
+def _best_round(best: Path) -> int | None:
+    """The round that a model was the best of; None if the file does not say."""
+    try:
+        return read_description(best).round
+    except DataError:
+        written = tree.metadata(best).get("round", "")  # by an earlier version
+        return int(written) if written.isdecimal() else None
 
 
 def _label(run: str, checkpoint: Path) -> str:

@@ -13,6 +13,7 @@ preprocessing.json  what each column of a table is, and what it is standardised 
 frozen.txt          the digest of weights that are not trained, where there are some
 code.json           the digests of files of the user's own that the settings name
 best.safetensors    the model of the best round, if a callback was to keep it
+best-….safetensors  the same of each group, where clients have different networks
 rounds.csv          the numbers of every round, if a callback was to write them
 curves.png          the learning curves, where the command line or a tracker drew them
 report.html         a page about the run, where a tracker was to have it
@@ -55,6 +56,7 @@ TOKENIZER = "tokenizer.json"
 PREPROCESSING = "preprocessing.json"
 FROZEN = "frozen.txt"
 BEST = "best.safetensors"
+BEST_OF_GROUPS = "best-*.safetensors"
 ROUNDS = "rounds.csv"
 CURVES = "curves.png"
 REPORT = "report.html"
@@ -96,4 +98,17 @@ def further_model(name: str) -> str:
     >>> further_model("without T1")
     'model-without-t1.safetensors'
     """
-    return f"model-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.safetensors"
+    return f"model-{_slug(name)}.safetensors"
+
+
+def best_model(group: str) -> str:
+    """The file of a group's model of the best round.
+
+    >>> best_model("Phones")
+    'best-phones.safetensors'
+    """
+    return f"best-{_slug(group)}.safetensors"
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

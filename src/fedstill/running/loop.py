@@ -27,6 +27,7 @@ from fedstill.engine.worker import Worker
 from fedstill.inference.predictor import Predictor
 from fedstill.methods import registry
 from fedstill.metrics.records import BestAndFinal, RoundRecord, Scores, Summary
+from fedstill.running import files
 from fedstill.running.callbacks import Callback, Callbacks, RunView
 from fedstill.running.directory import RunDirectory, without_nan
 from fedstill.running.evaluation import Evaluation, evaluate, evaluate_groups, tested
@@ -55,16 +56,17 @@ class RoundLoop(FederatedTraining):
         engine: Callable[[Worker], Engine] | None = None,
     ) -> None:
         super().__init__(setup, directory)
+        refuse_one_file(setup)
         directory.keep = setup.config.keep_checkpoints
         self._make_engine = engine or partial(make_engine, setup.config)
-        view = RunView(setup, directory.path, lambda: self.records, self.model, self._network)
+        view = RunView(setup, directory.path, lambda: self.records, self.model, self._main_models, self._network)
         self.callbacks = Callbacks(callbacks, view)
         self.records: list[RoundRecord] = []
         self._settings = fixed(anchored(setup.config))  # for every checkpoint
         self.client_columns: dict[str, NDArray[Any]] = {}  # as in clients.csv, once the run has ended
         self._last: dict[str, int] = {}  # what crossed after the last round
         self._stop = ""  # the callback that wants the run to end
-        self._chosen: Tensor | None = None  # the result, if a callback chose another than the last model
+        self._chosen: Mapping[str, Tensor] = {}  # the result, if a callback chose another than the last model
         self._restore()
 
     def _restore(self) -> None:
@@ -104,13 +106,11 @@ class RoundLoop(FederatedTraining):
             if setup.attack.kind:
                 log.info("%s by clients %s", setup.attack.kind, ", ".join(map(str, sorted(setup.attack.clients))))
             run.round = self.server.round
-            self.callbacks.tell("on_run_start")
+            stop = self.callbacks.tell("on_run_start")
             self.callbacks.check()
             self._check_budget()
             evaluation = None
-            if self.records and self.server.round < config.rounds:
-                run.stopped_by = self.spent(self.server.round)  # it had ended, but was killed before its results
-            end = self.server.round if run.stopped_by else config.rounds
+            end = self._last_round(stop)
             for round_ in range(self.server.round + self.rounds_per_step, end + 1, self.rounds_per_step):
                 record, evaluation = self._run_round(engine, round_)
                 self.records.append(record)
@@ -125,7 +125,7 @@ class RoundLoop(FederatedTraining):
             if run.chosen:
                 self._chosen, evaluation = run.chosen[1], None
             if evaluation is None and self.setup.method.global_model:
-                evaluation = self._evaluate_model(engine)
+                evaluation, _ = self._evaluate_model(engine)
         summary = summarise(config, self.records, self._last)
         summary |= {"parameters": setup.task.size, "versions": versions()}
         if (largest := majority(setup.federation)) is not None:
@@ -144,6 +144,15 @@ class RoundLoop(FederatedTraining):
         self.callbacks.tell("on_run_end", summary)
         self.callbacks.check()
         return summary
+
+    def _last_round(self, stop: str) -> int:
+        """The round to end with: the one that is done, if this ended the run, but it was killed before its results."""
+        done, rounds = self.server.round, self.setup.config.rounds
+        if not self.records or done >= rounds:
+            return rounds
+        self._stop = stop or self.spent(done)
+        self.callbacks.run.stopped_by = self._stop if self._meets(done) else ""
+        return done if self.callbacks.run.stopped_by else rounds
 
     def _end_round(self, engine: Engine, record: RoundRecord) -> Evaluation | None:
         """Tell the callbacks, and keep the round: all of it, if one of them ends the run or fails."""
@@ -198,8 +207,10 @@ class RoundLoop(FederatedTraining):
         """Evaluate a round that became the last when it was done."""
         if not self.setup.method.global_model:
             return None
-        evaluation = self._evaluate_model(engine)
+        evaluation, by_group = self._evaluate_model(engine)
         record |= cast(RoundRecord, without_nan(evaluation.record()) | {"evaluated": True})
+        if by_group:
+            record["groups"] = of_groups(Tally(), self.setup.groups, by_group)  # nobody has measured a local model
         self._tell_evaluation(record)
         return evaluation
 
@@ -266,11 +277,12 @@ class RoundLoop(FederatedTraining):
         ask = not (engine.remote and self.setup.hierarchy.regions[0].method.guarantee)
         return evaluate(engine, self.setup.federation, model, self.setup.metrics, self.setup.config.metrics, ask=ask)
 
-    def _evaluate_model(self, engine: Engine) -> Evaluation:
-        """Of the model, or of every group's."""
+    def _evaluate_model(self, engine: Engine) -> tuple[Evaluation, dict[str, Evaluation]]:
+        """Of the model, or of every group's: over all groups, and each."""
         if self.setup.hierarchy.separate:
-            return next(iter(self._evaluate_groups(engine)[0].values()))
-        return self._evaluate(engine, self.model())
+            evaluations, by_group = self._evaluate_groups(engine)
+            return next(iter(evaluations.values())), by_group
+        return self._evaluate(engine, self.model()), {}
 
     def _notes(self, present: Sequence[Region]) -> dict[str, Any]:
         """What the method notes about a round; of groups, by their names."""
@@ -299,7 +311,9 @@ class RoundLoop(FederatedTraining):
     def _models_of(self, number: int) -> dict[str, Tensor]:
         """Those of a group; or of a region with a network of its own, the one that its episode ended with."""
         server = self.regional[number]
-        return self.setup.method.models(server) if self.setup.hierarchy.flat else {"model": server.model}
+        models = self.setup.method.models(server) if self.setup.hierarchy.flat else {"model": server.model}
+        chosen = self._chosen.get(self.setup.hierarchy.regions[number].name)
+        return models if chosen is None else {next(iter(models)): chosen}
 
     def round_failed(self, reason: str) -> None:
         self.callbacks.tell("on_round_failed", reason)
@@ -334,10 +348,11 @@ class RoundLoop(FederatedTraining):
 
     def models(self) -> dict[str, Tensor]:
         """The models to evaluate, by name; the first is what the run is for."""
+        chosen = next(iter(self._chosen.values()), None)
         if not (self.setup.hierarchy.flat or self.setup.method.has_final_exchange):
-            return {"model": self.server.model if self._chosen is None else self._chosen}
+            return {"model": self.server.model if chosen is None else chosen}
         models = self._finite(self.setup.method.models(self.server))
-        return models if self._chosen is None else {next(iter(models)): self._chosen}
+        return models if chosen is None else {next(iter(models)): chosen}
 
     def _finite(self, models: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, model in models.items():
@@ -349,6 +364,11 @@ class RoundLoop(FederatedTraining):
         if self.setup.hierarchy.separate:  # by the names of the groups, each the first of its own
             return {r.name: next(iter(self._models_of(r.number).values())) for r in self.setup.hierarchy.regions}
         return self.models() if self.setup.method.global_model else {}
+
+    def _main_models(self) -> dict[str, Tensor]:
+        """What the run is for: the first of its models, or the first of each group."""
+        models = self._final_models()
+        return models if self.setup.hierarchy.separate else dict(list(models.items())[:1])
 
     def predictor(self) -> Predictor | None:
         """The model with all that it needs to predict; None if the method has no global one."""
@@ -366,6 +386,18 @@ class RoundLoop(FederatedTraining):
     def _network(self) -> nn.Module:
         """The network as it is now; untrained if the method has no global model."""
         return network(self.setup.task, self.model() if self.setup.method.global_model else None)
+
+
+def refuse_one_file(setup: Setup) -> None:
+    """Each group's model needs a file of its own."""
+    named: dict[str, str] = {}
+    for region in setup.hierarchy.regions if setup.hierarchy.separate else ():
+        other = named.setdefault(files.further_model(region.name), region.name)
+        if other != region.name:
+            raise SettingError(
+                f"group: the models of {other!r} and {region.name!r} would be one file, "
+                f"{files.further_model(region.name)}; give them names that differ in letters a to z or digits"
+            )
 
 
 def refuse_changes(before: dict[str, str], now: dict[str, str]) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedstill.building.config import Config
@@ -75,6 +74,14 @@ class _Best(Callback):
             known = ", ".join(name for name, _ in scalars(record, "."))
             raise SettingError(f"metric = {self.metric!r}: the rounds have {known}")
 
+    def check_method(self, run: RunView, setting: str) -> None:
+        """Refuse a method that has no model to keep."""
+        if not run.method.global_model:
+            raise SettingError(
+                f"{setting}: with {run.config.method} every client keeps a model of its own, and there is none of all "
+                "clients or of a group whose best round could be kept; leave it out"
+            )
+
     def warn_of_choice(self) -> None:
         """A model that is chosen by its test score looks better than it is."""
         if self.metric in _OF_THE_TEST_SET:
@@ -120,16 +127,17 @@ class EarlyStopping(_Best):
         self.patience, self.min_delta, self.restore_best = patience, min_delta, restore_best
         self.waited = 0  # evaluations since the last improvement
         self._improved_to: float | None = None  # what that came to
-        self._weights: Tensor | None = None
+        self._weights: dict[str, Tensor] = {}  # of the best round, by model
 
-    def on_run_start(self, run: RunView) -> None:
-        if not self.restore_best:
-            return
-        if not run.has_one_model:
-            raise SettingError(f"restore_best: {run.config.method} has no global model, or one for each group")
-        if run.method.has_final_exchange:
-            raise SettingError(f"restore_best: {run.config.method} changes the model after the last round")
-        self.warn_of_choice()
+    def on_run_start(self, run: RunView) -> bool:
+        if self.restore_best:
+            self.check_method(run, "restore_best")
+            if run.method.has_final_exchange:
+                raise SettingError(f"restore_best: {run.config.method} changes the model after the last round")
+            self.warn_of_choice()
+            if self._weights and run.records:  # it may have no round left
+                run.restore(self.best_round, self._weights)
+        return self.waited >= self.patience
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> bool:
         better, value = self.improved(record), value_of(record, self.metric)
@@ -140,8 +148,8 @@ class EarlyStopping(_Best):
                 self.waited += 1
         if self.restore_best:
             if better:
-                self._weights = run.weights()
-            if self._weights is not None:
+                self._weights = run.all_weights()
+            if self._weights:
                 run.restore(self.best_round, self._weights)
         return self.waited >= self.patience
 
@@ -151,27 +159,35 @@ class EarlyStopping(_Best):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.waited, self._weights = state["waited"], state["weights"]
+        weights = state["weights"]  # older checkpoints have one tensor, or None
+        self._weights = {"": weights} if isinstance(weights, Tensor) else weights or {}
+        self.waited = state["waited"]
         self._improved_to = state.get("improved_to", state["best"])  # older checkpoints have one number for both
 
 
 class SaveBest(_Best):
-    """Keep the model of the best round in the run directory, as best.safetensors; `metric` is as in `EarlyStopping`."""
+    """Keep the model of the best round in the run directory, as best.safetensors; `metric` is as in `EarlyStopping`.
+
+    Where clients have different networks, the model of each group is kept, as best-GROUP.safetensors.
+    """
 
     def __init__(self, metric: str, *, mode: Mode | None = None) -> None:
         super().__init__(metric, mode)
 
     def on_run_start(self, run: RunView) -> None:
-        if not run.has_one_model:
-            raise SettingError(f"SaveBest: {run.config.method} has no global model, or one for each group")
+        self.check_method(run, "select" if run.config.select == self.metric else "SaveBest")
         self.warn_of_choice()
-        if not (run.path / files.BEST).exists():
+        if not all((run.path / self._file(run, name)).exists() for name in run.all_weights()):
             self.best = None  # of a run that went back
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         if self.improved(record):
-            tensors = {name: t.detach().clone().contiguous() for name, t in run.model().state_dict().items()}
-            write_atomic(run.path / files.BEST, save_tensors(tensors, metadata={"round": str(record["round"])}))
+            for name, data in run.model_files().items():
+                write_atomic(run.path / self._file(run, name), data)
+
+    @staticmethod
+    def _file(run: RunView, name: str) -> str:
+        return files.BEST if run.has_one_model else files.best_model(name)
 
 
 def selection(config: Config) -> list[Callback]:

@@ -155,7 +155,7 @@ def _selected(select: str, records: Sequence[RoundRecord]) -> dict[str, Any]:
     if not values:
         return {}
     best = records[(max if usual_mode(select) == "max" else min)(values, key=lambda i: values[i])]
-    scores = {name: best[name] for name in (*QUALITY, *VALIDATION, "metrics") if name in best}  # type: ignore[literal-required]
+    scores = {name: best[name] for name in (*QUALITY, *VALIDATION, "metrics", "groups") if name in best}  # type: ignore[literal-required]
     return {"round": best["round"], "by": select, **scores}
 
 

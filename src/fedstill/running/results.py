@@ -68,9 +68,9 @@ def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"' if any(c in name for c in ',"\n') else name
 
 
-def model_file(setup: Setup, models: Iterable[str], name: str, model: Tensor) -> bytes:
-    """One of the run's models as a file that describes itself."""
-    alone = _described(setup, models).model_copy(update={"model": name, "models": (name,)})
+def model_file(setup: Setup, models: Iterable[str], name: str, model: Tensor, round_: int = 0) -> bytes:
+    """One of the run's models as a file that describes itself, and may say which round it is of."""
+    alone = _described(setup, models).model_copy(update={"model": name, "models": (name,), "round": round_})
     task = next((group.task for group in setup.groups if group.name == name), setup.task)
     return model_bytes(alone.of_group(name), network(task, model).state_dict())
 

@@ -27,8 +27,8 @@ from fedstill.running.callbacks import Callback, RunView
 
 log = logging.getLogger(__name__)
 
-_ARTEFACTS = (files.CONFIG, files.SUMMARY, files.MODEL, files.DESCRIPTION, files.CLIENTS, files.BEST, files.CURVES,
-              files.REPORT)  # fmt: skip
+_ARTEFACTS = (files.CONFIG, files.SUMMARY, files.MODEL, files.DESCRIPTION, files.CLIENTS, files.BEST,
+              files.BEST_OF_GROUPS, files.CURVES, files.REPORT)  # fmt: skip
 _LONGEST = 500  # characters of a setting: MLflow takes no more
 # MLflow would try a server that is gone for minutes, while the run waits.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
@@ -243,4 +243,4 @@ def _artefacts(run: RunView, summary: Summary) -> list[Path]:
     groups = [Group(run.config.method, (report,))]
     charts = [Chart("curves", "Numbers by round", curve_data(groups))]
     write_atomic(run.path / files.REPORT, page(groups, charts, title=run.path.name))
-    return [path for name in _ARTEFACTS if (path := run.path / name).is_file()]
+    return [path for name in _ARTEFACTS for path in sorted(run.path.glob(name))]

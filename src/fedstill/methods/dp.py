@@ -97,6 +97,8 @@ class PrivateClients(Modifier):
             "of": "a client",
             "neighbours": "one client more or less" if self.sampling == "poisson" else "one client replaced",
             "noise_multiplier": self.noise_multiplier,
+            # Where clients have the only models, a simulation measures these.
+            "not covered": [] if self.global_model else ["clients' own models", "accuracy", "loss", "local_accuracy"],
         }
 
     def affords(self, server: Server, rounds: int) -> bool:

@@ -117,10 +117,7 @@ class Votes(PrivateClients):
             )
 
     def report(self, server: Server) -> dict[str, Any]:
-        own = (
-            {} if self.global_model else {"not covered": ["clients' own models", "accuracy", "loss", "local_accuracy"]}
-        )
-        return super().report(server) | {"of each client": "one vote a sample"} | own
+        return super().report(server) | {"of each client": "one vote a sample"}
 
     def aggregate(self, server: Server, uplinks: Iterator[Uplink]) -> None:
         places = self._queries(server, len(public(server.task)))

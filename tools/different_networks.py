@@ -2,6 +2,7 @@
 
     python tools/different_networks.py --out runs/networks --data-dir DATA
     python tools/different_networks.py --out runs/networks --table      # the table of what is there
+    python tools/different_networks.py --out runs/networks --collect    # keep it in docs/archive, for other machines
     python tools/different_networks.py --out runs/networks --picture networks.png      # the same drawn
 
 Three networks, dealt to 12 clients in turn, with features of one size; data, clients of a round, initial weights and
@@ -14,14 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import fedstill
-from fedstill.core.files import write_atomic
+from fedstill.core.files import write_atomic, write_json
 from fedstill.metrics.statistics import spread
 from fedstill.report.scatter import Point, scatter
 
+COLLECTED = Path(__file__).parents[1] / "docs" / "archive" / "networks.json"
 NETWORKS = ["lenet5", "cnn", "resnet8"]
 SETTINGS: dict[str, Any] = {
     "data": "fashion-mnist",
@@ -83,7 +86,7 @@ def place(out: Path, method: str, seed: int) -> Path:
 def carry_out(out: Path, method: str, seed: int, data_dir: str) -> None:
     """Run, or go on with, one method on one seed; nothing if it is done."""
     path = place(out, method, seed)
-    if (path / "summary.json").is_file():
+    if summaries(out, method, [seed]):
         return
     if (path / "config.toml").is_file():
         fedstill.resume(path)
@@ -92,9 +95,26 @@ def carry_out(out: Path, method: str, seed: int, data_dir: str) -> None:
 
 
 def summaries(out: Path, method: str, seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Of the runs of a method that have ended."""
-    files = [place(out, method, seed) / "summary.json" for seed in seeds]
-    return [json.loads(file.read_text()) for file in files if file.is_file()]
+    """Of the runs of a method that have ended, here or, if they were collected, on another machine."""
+    collected = json.loads(COLLECTED.read_text()) if COLLECTED.is_file() else {}
+    found = []
+    for path in (place(out, method, seed) for seed in seeds):
+        if (file := path / "summary.json").is_file():
+            found.append(json.loads(file.read_text()))
+        elif path.name in collected:
+            found.append(collected[path.name])
+    return found
+
+
+def collect(out: Path, seeds: Sequence[int]) -> None:
+    """Keep what table and picture need of every run that has ended, in a file that belongs into the repository."""
+    runs = {}
+    for method, seed in product(METHODS, seeds):
+        for summary in summaries(out, method, [seed]):
+            groups = {name: {"final_accuracy": summary["groups"][name]["final_accuracy"]} for name in NETWORKS}
+            numbers = (*COLUMNS.values(), "bytes_down", "bytes_up", "seconds")
+            runs[place(out, method, seed).name] = {name: summary[name] for name in numbers} | {"groups": groups}
+    write_json(COLLECTED, runs)
 
 
 def table(out: Path, seeds: Sequence[int]) -> str:
@@ -145,10 +165,14 @@ def main() -> None:
         "--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD", help="only these"
     )
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--collect", action="store_true", help=f"run nothing; write {COLLECTED.name}")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="run nothing; draw the runs that have ended")
     given = parser.parse_args()
     if given.picture:
         picture(given.out, given.seeds, given.picture)
+        return
+    if given.collect:
+        collect(given.out, given.seeds)
         return
     given.out.mkdir(parents=True, exist_ok=True)
     for seed in [] if given.table else given.seeds:

@@ -19,9 +19,11 @@ TOOLS = Path(__file__).parents[2] / "tools"
 
 
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.syspath_prepend(str(TOOLS))
-    return importlib.import_module("different_networks")
+    module = importlib.import_module("different_networks")
+    monkeypatch.setattr(module, "COLLECTED", tmp_path / "collected.json")
+    return module
 
 
 @pytest.fixture
@@ -50,7 +52,10 @@ def made_up(tool: ModuleType, out: Path, seeds: int, spread: float = 0.01) -> No
                 accuracy, own = rng.normal(middle, spread)
                 path = tool.place(out, method, seed)
                 path.mkdir(parents=True)
-                summary = {"final_accuracy": accuracy, "final_local_accuracy": own}
+                groups = {name: {"final_accuracy": accuracy} for name in tool.NETWORKS}
+                costs = {"bytes_down": 1e6 * seed, "bytes_up": 2e6, "seconds": 3.0}
+                scores = {"final_accuracy": accuracy, "final_local_accuracy": own, "final_amp": own, "final_wlp": 0.0}
+                summary = {**scores, **costs, "groups": groups}
                 (path / "summary.json").write_text(json.dumps(summary))
 
 
@@ -95,3 +100,12 @@ def test_points_are_means_over_the_seeds_that_are_there(tool: ModuleType, tmp_pa
 def test_without_runs_there_is_nothing_to_draw(tool: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no run that has ended"):
         tool.picture(tmp_path, [0], tmp_path / "drawn.png")
+
+
+def test_runs_that_were_collected_count_on_another_machine(tool: ModuleType, tmp_path: Path) -> None:
+    made_up(tool, tmp_path / "here", 2)
+    expected = tool.table(tmp_path / "here", [0, 1])
+    tool.collect(tmp_path / "here", [0, 1])
+    assert tool.table(tmp_path / "elsewhere", [0, 1]) == expected
+    tool.carry_out(tmp_path / "elsewhere", "local", 1, "")  # which is done
+    assert not (tmp_path / "elsewhere").exists()

@@ -18,7 +18,7 @@ from fedstill.inference.description import read_description
 from fedstill.metrics.records import EpisodeRecord, RoundRecord, Scores, Summary
 from fedstill.running.rollback import rollback
 from fedstill.running.verify import verify
-from support.runs import SMALL, numbers, weights
+from support.runs import SMALL, RunSmall, numbers, weights
 from support.sites import Wire, served
 
 TINY: dict[str, Any] = SMALL | {"model": "mlp", "model_options": {"hidden": [8]}, "rounds": 4}
@@ -397,3 +397,35 @@ def test_two_of_a_kind_keep_their_own_state(tmp_path: Path) -> None:
     for callback, name, pick in zip(again, ("amp", "fm"), (max, min), strict=True):
         assert isinstance(callback, fedstill.EarlyStopping)
         assert callback.best == pick(record[name] for record in result.records)  # type: ignore[literal-required]
+
+
+def test_one_object_given_to_two_runs_begins_anew_with_each(run_small: RunSmall) -> None:
+    stop = fedstill.EarlyStopping("train_loss", patience=1, min_delta=10, restore_best=True)
+    first, second = (run_small(rounds=4, seed=seed, callbacks=[stop]) for seed in (0, 1))
+    alone = run_small(
+        rounds=4, seed=1, callbacks=[fedstill.EarlyStopping("train_loss", patience=1, min_delta=10, restore_best=True)]
+    )
+    assert torch.equal(weights(second), weights(alone))
+    assert not torch.equal(weights(second), weights(first))
+
+
+def test_a_run_that_patience_ended_goes_on_when_more_rounds_are_wanted_and_only_then(
+    run_small: RunSmall, tmp_path: Path
+) -> None:
+    settings = {"validation": 0.2, "select": "val_accuracy", "patience": 1, "min_delta": 1.0, "out": tmp_path / "run"}
+    assert run_small(rounds=4, **settings).summary["rounds"] == 2
+    assert fedstill.resume(tmp_path / "run").summary["rounds"] == 2
+    more = fedstill.resume(tmp_path / "run", rounds=6)
+    assert more.summary["rounds"] == 3  # patience is counted anew
+    assert "stopped by EarlyStopping after round 3" in (tmp_path / "run/log.txt").read_text()
+
+
+@pytest.mark.parametrize("wrong", [{"method": "local"}, {"group": [{"name": "a b"}, {"name": "a-b"}]}])
+def test_what_cannot_be_kept_is_refused_before_there_is_a_directory(
+    run_small: RunSmall, tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    groups = [each | {"model": "cnn", "clients": 3} for each in wrong.get("group", [])]
+    settings = {"validation": 0.2, "select": "val_accuracy"} | ({"group": groups} if groups else {})
+    with pytest.raises(fedstill.SettingError, match=r"select|one file"):
+        run_small(wrong.get("method", "fedavg"), **settings, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -329,10 +329,10 @@ class _Actor:
         """The answers to groups of requests, with what clients keep: an object each, as small ones need no store."""
         import ray
 
-        if broadcast != self._broadcast:
-            data = content if isinstance(content, bytes) else ray.get(content[0])
-            self._down, self._broadcast = tree.decode(data), broadcast
         with device.on(self._device):
+            if broadcast != self._broadcast:
+                data = content if isinstance(content, bytes) else ray.get(content[0])
+                self._down, self._broadcast = tree.decode(data), broadcast
             groups = tree.decode(message)["groups"]
             answers = [encode_answer(partial(self._answers, group), tree.encode) for group in groups]
         return answers if len(answers) > 1 else answers[0]

@@ -41,9 +41,9 @@ from fedstill.running.callbacks import Callback, check_callbacks
 from fedstill.running.directory import RunDirectory
 from fedstill.running.inputs import prepare_again, save_inputs
 from fedstill.running.logfile import logging_to
-from fedstill.running.loop import RoundLoop
+from fedstill.running.loop import RoundLoop, refuse_one_file
 from fedstill.running.machine import check_engine, on_engine
-from fedstill.running.monitors import selection
+from fedstill.running.monitors import refuse_own_models, selection
 from fedstill.running.progress import Progress, in_notebook
 from fedstill.running.result import Result
 from fedstill.running.results import network
@@ -196,6 +196,9 @@ def run_setup(setup: Setup, path: Path, *, force: bool = False, callbacks: Seque
     """Carry out what is prepared in a new run directory, which works from wherever it is resumed."""
     check_callbacks(callbacks)
     check_engine(setup.config)
+    refuse_one_file(setup)
+    if setup.config.select:
+        refuse_own_models(setup.method, setup.config, "select")
     directory = RunDirectory.create(path, anchored(setup.config), force=force)
     try:
         save_inputs(setup, directory)

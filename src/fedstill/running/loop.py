@@ -152,7 +152,10 @@ class RoundLoop(FederatedTraining):
             return rounds
         self._stop = stop or self.spent(done)
         self.callbacks.run.stopped_by = self._stop if self._meets(done) else ""
-        return done if self.callbacks.run.stopped_by else rounds
+        if not self.callbacks.run.stopped_by:
+            return rounds
+        log.info("stopped by %s after round %d, before its results were written", self._stop, done)
+        return done
 
     def _end_round(self, engine: Engine, record: RoundRecord) -> Evaluation | None:
         """Tell the callbacks, and keep the round: all of it, if one of them ends the run or fails."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedstill.building.config import Config
 from fedstill.core.errors import SettingError
 from fedstill.core.files import naming, write_atomic
+from fedstill.methods.base import Method
 from fedstill.metrics.records import RoundRecord, scalars, value_of
 from fedstill.metrics.scores import lower_is_better
 from fedstill.running import files
@@ -34,6 +35,15 @@ def usual_mode(metric: str) -> Mode:
     """
     last = metric.rpartition(".")[2]
     return "min" if last.endswith(_SMALLER_IS_BETTER) or lower_is_better(last) else "max"
+
+
+def refuse_own_models(method: Method, config: Config, setting: str) -> None:
+    """Refuse a method that has no model to keep."""
+    if not method.global_model:
+        raise SettingError(
+            f"{setting}: with {config.method} every client keeps a model of its own, and there is none of all clients "
+            "or of a group whose best round could be kept; leave it out"
+        )
 
 
 class _Best(Callback):
@@ -74,13 +84,10 @@ class _Best(Callback):
             known = ", ".join(name for name, _ in scalars(record, "."))
             raise SettingError(f"metric = {self.metric!r}: the rounds have {known}")
 
-    def check_method(self, run: RunView, setting: str) -> None:
-        """Refuse a method that has no model to keep."""
-        if not run.method.global_model:
-            raise SettingError(
-                f"{setting}: with {run.config.method} every client keeps a model of its own, and there is none of all "
-                "clients or of a group whose best round could be kept; leave it out"
-            )
+    def begin(self, run: RunView) -> None:
+        """Forget what an earlier run, to which this object was given too, has come to."""
+        if not run.records:
+            self.best, self.best_round = None, 0
 
     def warn_of_choice(self) -> None:
         """A model that is chosen by its test score looks better than it is."""
@@ -128,10 +135,20 @@ class EarlyStopping(_Best):
         self.waited = 0  # evaluations since the last improvement
         self._improved_to: float | None = None  # what that came to
         self._weights: dict[str, Tensor] = {}  # of the best round, by model
+        self._rounds = 0  # that the run was to have
+
+    def begin(self, run: RunView) -> None:
+        super().begin(run)
+        if not run.records:
+            self.waited, self._improved_to, self._weights = 0, None, {}
+        elif self._rounds and run.config.rounds > self._rounds:  # somebody wants more
+            self.waited = 0
+        self._rounds = run.config.rounds
 
     def on_run_start(self, run: RunView) -> bool:
+        self.begin(run)
         if self.restore_best:
-            self.check_method(run, "restore_best")
+            refuse_own_models(run.method, run.config, "restore_best")
             if run.method.has_final_exchange:
                 raise SettingError(f"restore_best: {run.config.method} changes the model after the last round")
             self.warn_of_choice()
@@ -155,13 +172,13 @@ class EarlyStopping(_Best):
 
     def state_dict(self) -> dict[str, Any]:
         waiting = {"waited": self.waited, "improved_to": self._improved_to}
-        return super().state_dict() | waiting | {"weights": self._weights}
+        return super().state_dict() | waiting | {"weights": self._weights, "rounds": self._rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         weights = state["weights"]  # older checkpoints have one tensor, or None
         self._weights = {"": weights} if isinstance(weights, Tensor) else weights or {}
-        self.waited = state["waited"]
+        self.waited, self._rounds = state["waited"], state.get("rounds", 0)
         self._improved_to = state.get("improved_to", state["best"])  # older checkpoints have one number for both
 
 
@@ -175,7 +192,8 @@ class SaveBest(_Best):
         super().__init__(metric, mode)
 
     def on_run_start(self, run: RunView) -> None:
-        self.check_method(run, "select" if run.config.select == self.metric else "SaveBest")
+        self.begin(run)
+        refuse_own_models(run.method, run.config, "SaveBest")
         self.warn_of_choice()
         if not all((run.path / self._file(run, name)).exists() for name in run.all_weights()):
             self.best = None  # of a run that went back

@@ -18,6 +18,8 @@ demo: install
 
 # The many processes that tests start do not each compile the sources anew, also where Python is told to keep nothing.
 test test-fast: export PYTHONDONTWRITEBYTECODE =
+# Most of what the system does for tests is to copy pages for their forks: larger pages are fewer (glibc's setting).
+test test-fast: export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
 
 test: install  # four processes, as many tests wait for servers and sites
 	$(BIN)/python -m pytest $(PARALLEL) -n 4 --doctest-modules --durations 10 src tests docs

@@ -311,7 +311,7 @@ class _Actor:
                 f"node {node} of the Ray cluster has {_versions()}, and the run was started with {home['versions']}; "
                 "install the same on all"
             )
-        self._broadcast = 0
+        self._broadcast = 0  # each run counts its own
         torch.set_num_threads(1)
         keep_memory()
         sys.path.extend(path for path in home["path"] if path not in sys.path)

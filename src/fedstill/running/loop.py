@@ -154,7 +154,7 @@ class RoundLoop(FederatedTraining):
         self.callbacks.run.stopped_by = self._stop if self._meets(done) else ""
         if not self.callbacks.run.stopped_by:
             return rounds
-        log.info("stopped by %s after round %d, before its results were written", self._stop, done)
+        log.info("nothing is left to do: stopped by %s after round %d", self._stop, done)
         return done
 
     def _end_round(self, engine: Engine, record: RoundRecord) -> Evaluation | None:

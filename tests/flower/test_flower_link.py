@@ -23,8 +23,9 @@ import httpx
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.common.constant import TIMESTAMP_HEADER
-from flwr.proto.message_pb2 import Message, ObjectTree, PullObjectResponse
+from flwr.proto.message_pb2 import Message, ObjectTree, PullObjectRequest, PullObjectResponse
 from flwr.proto.node_pb2 import Node
+from flwr.proto.recorddict_pb2 import BytesList
 from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.date import now
@@ -34,6 +35,7 @@ from fedstill.core.errors import FedstillError, SettingError
 from fedstill.flower import keys, private
 from fedstill.flower.link import Failure, FlowerLink
 from fedstill.flower.node import serve
+from fedstill.flower.superlink import bundles
 from support.link import PATIENCE, SITES, CutLine, Trial, ask, everyone, wait
 
 pytestmark = [pytest.mark.slow, pytest.mark.servers]
@@ -238,6 +240,13 @@ def test_only_the_fleet_interface_is_open_and_only_to_known_keys(trial: Trial, l
         assert client.post("/v1/fleet/push-object", headers=known, content=bytes(11 << 20)).status_code == 401
         assert client.post("/v1/fleet/push-object", headers=signed, content=bytes(11 << 20)).status_code == 413
         assert client.post("/v1/fleet/push-object", headers=known, content=iter([b"a"])).status_code == 411
+        for path in bundles.PATHS:
+            other = BytesList(vals=[PullObjectRequest(node=Node(node_id=1), object_id="a").SerializeToString()])
+            content = other.SerializeToString()
+            assert client.post(path, content=content).status_code == 401
+            assert client.post(path, headers=known, content=content).status_code == 401
+            assert client.post(path, headers=signed, content=content).status_code == 400, "another site's number"
+            assert client.post(path, headers=signed, content=bytes(4 << 20)).status_code == 413
 
 
 def test_a_port_in_use_is_told_at_once(trial: Trial, link: FlowerLink) -> None:

@@ -15,10 +15,10 @@ from unittest.mock import patch
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-from flwr.supercore.inflatable.inflatable_utils import push_objects
 
 from fedstill.core.errors import FedstillError
-from fedstill.flower import node
+from fedstill.flower import messages, node
+from fedstill.flower.messages import upload as send_objects
 from fedstill.flower.records import to_records
 
 directory = Path(sys.argv[4]) if len(sys.argv) > 4 else Path()
@@ -45,7 +45,7 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
 def upload(*objects: Any, **how: Any) -> None:
     """Upload an answer that was announced, unless the request was to announce it only."""
     if not withheld:
-        push_objects(*objects, **how)
+        send_objects(*objects, **how)
 
 
 def forged(tree: dict[str, Any]) -> RecordDict:
@@ -64,7 +64,7 @@ if __name__ == "__main__":
         with (
             patch.object(node, "to_records", forged),
             patch("flwr.app.message.array.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE", CHUNK),
-            patch("flwr.supercore.inflatable.inflatable_utils.push_objects", upload),
+            patch.object(messages, "upload", upload),
         ):
             node.serve(
                 handle,

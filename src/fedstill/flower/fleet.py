@@ -7,6 +7,7 @@ server refuses it. Here one process lives as long as the site, opens no port, an
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedstill.core.reports import cleaned
 from fedstill.flower import messages
+from fedstill.flower.superlink import KEEP_OPEN
 from fedstill.flower.versions import Used
 
 USED: Used = {
@@ -49,6 +51,8 @@ USED: Used = {
 }  # fmt: skip
 
 _log = logging.getLogger(__name__)
+_BEAT = 20.0  # seconds between two heartbeats at most; Flower takes a site for gone after 60 without one
+_BEAT_AGAIN = 10.0  # after one that failed: a server that is too busy for it must not get more of them
 _MOST_BACKOFF = 2.0  # seconds between two attempts of one request
 _TRY_AGAIN = (502, 503, 504)  # statuses of a server that is there again in a moment
 _OTHER_SERVER = ("certificate", "wrong_version")  # in errors of TLS; others, such as an early end, are of a cut line
@@ -79,7 +83,7 @@ def supernode(
     all answers are at the server; it may raise, to end this.
     """
     interceptors: list[Any] = [_OwnVersion(), NodeAuthHttpInterceptor(key, key.public_key())]
-    with FleetHttpClient.from_server_address(_bracketed(server), ca is None, ca, interceptors) as fleet:
+    with _Fleet.from_server_address(_bracketed(server), ca is None, ca, interceptors) as fleet:
         if predecessor is not None:  # for a minute the SuperLink thinks it alive, and would refuse a second
             _sign_off(fleet, predecessor)
         number = _activate(fleet, key)
@@ -115,11 +119,22 @@ def _answer_messages(session: _Session, answer: Callable[[RecordDict], RecordDic
         idle_since = time.monotonic()
 
 
+class _Fleet(FleetHttpClient):
+    """Flower's client, with connections that last while a site works: a new one costs the server a handshake."""
+
+    def __init__(self, base_url: str, *, verify: Any = True, **options: Any) -> None:
+        super().__init__(base_url, verify=verify, **options)
+        before, limits = self._client, httpx.Limits(keepalive_expiry=KEEP_OPEN)
+        self._client = httpx.Client(verify=verify, timeout=before.timeout, follow_redirects=True, limits=limits)
+        before.close()
+
+
 class _Session:
     """Messages from and to the SuperLink, in requests that are repeated until they get through."""
 
     def __init__(self, fleet: FleetHttpClient, number: int) -> None:
         self._fleet, self._node = fleet, Node(node_id=number)
+        self._receipt_lost = False  # of a bundle of the answer that is being sent
 
     def pull(self) -> Message | None:
         """The next message, if there is one; HTTPStatusError when this site has no place any more."""
@@ -133,10 +148,12 @@ class _Session:
             return None
         message = message_from_proto(found.messages_list[0])
         name, run = message.metadata.message_id, message.metadata.run_id
-        pull = messages.object_puller(partial(_persistent, self._fleet.PullObject), self._node, run)
         received = ConfirmMessageReceivedRequest(node=self._node, run_id=run, message_object_id=name)
         try:
-            contents = messages.pull_contents(messages.object_names(found.message_object_trees[0]), pull)
+            objects = messages.object_names(found.message_object_trees[0])
+            one = partial(_persistent, self._fleet.PullObject)
+            pull = messages.object_puller(objects, one, self._bundle, self._node, run)
+            contents = messages.pull_contents(objects, pull)
             _persistent(self._fleet.ConfirmMessageReceived, received)
             message.content = messages.inflated(name, contents).content
         except Exception as error:  # noqa: BLE001 (whatever Flower raises: the server sends it again, or gives up)
@@ -153,11 +170,20 @@ class _Session:
             )
             return _persistent(self._fleet.PushMessages, request)
 
-        messages.push([reply], announce, self._push_object, self._node, reply.metadata.run_id)
+        self._receipt_lost = False
+        messages.push([reply], announce, self._push_object, self._bundle, self._node, reply.metadata.run_id)
+
+    def _bundle(self, path: str, requests: Any) -> Any:
+        """Send several requests as one; if that fails, each is made by itself, and tells why."""
+        try:
+            return messages.bundle(self._fleet)(path, requests)
+        except httpx.HTTPError as error:
+            self._receipt_lost |= not isinstance(error, httpx.HTTPStatusError)
+            return type(requests)()
 
     def _push_object(self, request: Any) -> Any:
         """Send an object. One whose receipt was lost is refused the second time, as it is there."""
-        first = True
+        first = not self._receipt_lost
 
         def push(request: Any) -> Any:
             nonlocal first
@@ -221,12 +247,12 @@ def _heartbeats(fleet: FleetHttpClient, number: int) -> Iterator[None]:
     stopped = threading.Event()
 
     def run() -> None:
-        wait = HEARTBEAT_DEFAULT_INTERVAL / 2
-        while not stopped.wait(wait):
+        wait = _BEAT
+        while not stopped.wait(wait * random.uniform(0.5, 1.0)):  # else sites that connect at once all beat at once
             try:
-                wait = HEARTBEAT_DEFAULT_INTERVAL / 2 if fleet.SendNodeHeartbeat(beat).success else 1.0
+                wait = _BEAT if fleet.SendNodeHeartbeat(beat).success else 1.0
             except Exception:  # noqa: BLE001 (whatever it was, the next may succeed, and pulling messages tells if none does)
-                wait = 1.0
+                wait = _BEAT_AGAIN
 
     threading.Thread(target=run, name="heartbeats", daemon=True).start()
     try:

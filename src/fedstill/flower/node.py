@@ -222,7 +222,7 @@ def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     except (ValueError, UnsupportedAlgorithm) as error:
         raise FedstillError(f"{path} is not a private key in OpenSSH's format: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise FedstillError(f"{path} is not an elliptic-curve key; make one with `ssh-keygen -t ecdsa -b 384`")
+        raise FedstillError(f"{path} is not an elliptic-curve key; make one with `ssh-keygen -t ecdsa -b 256`")
     check_private(path)
     return key
 

@@ -210,7 +210,8 @@ class FlowerRun:
         def announce(heads: list[Any], trees: list[Any]) -> Any:
             return self._client.PushMessages(PushAppMessagesRequest(messages_list=heads, message_object_trees=trees))
 
-        return list(messages.push(requests, announce, self._client.PushObject, self._node, self._id).message_ids)
+        push, bundle = self._client.PushObject, messages.bundle(self._client)
+        return list(messages.push(requests, announce, push, bundle, self._node, self._id).message_ids)
 
     def pull(
         self, message: str, *, most_bytes: int, seconds: float, abandoned: Callable[[], bool] = lambda: False
@@ -227,7 +228,6 @@ class FlowerRun:
         if not found.messages_list:
             return None
         answer = found.messages_list[0].metadata.message_id
-        pull = messages.object_puller(self._client.PullObject, self._node, self._id)
         size = 0
 
         def counted(name: str) -> bytes:
@@ -253,6 +253,8 @@ class FlowerRun:
             objects = messages.object_names(found.message_object_trees[0])
             if len(objects) > MOST_OBJECTS:
                 raise ValueError(f"it has {len(objects):,} parts")
+            bundle = messages.bundle(self._client)
+            pull = messages.object_puller(objects, self._client.PullObject, bundle, self._node, self._id)
             contents = messages.pull_contents(objects, counted, max_time=seconds, max_tries_per_object=None)
         except ValueError:
             confirm()  # else it would stay there

@@ -35,7 +35,7 @@ class Signer:
         except (OSError, ValueError, TypeError) as error:
             raise SettingError(f"the key {self.path} cannot be read: {error}") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise SettingError(f"{self.path} is not an elliptic-curve key, as made by `ssh-keygen -t ecdsa -b 384`")
+            raise SettingError(f"{self.path} is not an elliptic-curve key, as made by `ssh-keygen -t ecdsa -b 256`")
         return _text(key.public_key()), key.sign(_signed(run, session, client, keys), ec.ECDSA(hashes.SHA384())).hex()
 
 

@@ -16,9 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from fedstill.core.errors import FedstillError
-from fedstill.flower.superlink import OVERHEAD
+from fedstill.flower.superlink import KEEP_OPEN, OVERHEAD
 from fedstill.flower.superlink.connections import Connections, Door
 from fedstill.flower.superlink.guard import Guard
+from fedstill.flower.superlink.middlewares import only_where_needed
 from fedstill.flower.superlink.uploads import Uploads, only_answers
 from fedstill.flower.superlink.waiting import Waiting
 from fedstill.flower.versions import check
@@ -59,6 +60,7 @@ def main() -> None:
 
     def serve(*, host: str, port: int, **options: Any) -> None:
         # uvloop accepts connections where none can be counted; a header must not say who a client is.
+        options["timeout_keep_alive"] = KEEP_OPEN + 15  # so that it is the site that closes: no request meets an end
         config = uvicorn.Config(host=host, port=port, loop="asyncio", proxy_headers=False, **options)
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         places = {(family, address) for family, _, _, _, address in addresses}
@@ -78,6 +80,7 @@ def main() -> None:
         uploads.bound(kind)
     used.fleet_handlers.push_messages = only_answers(used.fleet_handlers.push_messages)
     used.extensions.get_middleware = lambda: (guard,)  # the hook where Flower's paid extension adds its own
+    used.superlink_app._get_middleware = only_where_needed(used.superlink_app._get_middleware, used.INTERFACES)
     # uvicorn's line per request cannot be switched off: ten a second and site would fill the disk.
     logging.getLogger("uvicorn.access").addFilter(lambda record: False)
     used.flower_superlink.uvicorn = SimpleNamespace(run=serve)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedstill.flower.superlink import ANSWERED_PATH, HOLD, KEYS_PATH, SECRET_HEADER
+from fedstill.flower.superlink import ANSWERED_PATH, BUNDLE, HOLD, KEYS_PATH, SECRET_HEADER, bundles
 from fedstill.flower.superlink.connections import Connections
 from fedstill.flower.superlink.uploads import Uploads
 from fedstill.flower.superlink.waiting import Waiting
@@ -54,11 +54,14 @@ class Guard:
             self.connections.admit(client, "")
             if scope["path"] == ANSWERED_PATH:
                 after = int(json.loads(await _body(receive)))
-                await _respond_json(send, await self.waiting.for_answers(after, HOLD, receive))
+                found = await self.waiting.for_answers(after, HOLD, receive)
+                await _respond_with(send, json.dumps(found).encode(), b"application/json")
             elif scope["path"] == KEYS_PATH:
                 self.keys = frozenset(json.loads(await _body(receive)))
                 self.connections.close_all_but(self.keys)
                 await _respond(send, 204)
+            elif scope["path"] in bundles.PATHS:
+                await self._bundle(None, scope, receive, send)
             else:
                 await self.app(scope, receive, send)
             return
@@ -69,7 +72,9 @@ class Guard:
         self._running[key] += 1
         try:
             bounded = self._unstalled(receive, client)
-            if scope["path"].endswith("/pull-messages"):
+            if scope["path"] in bundles.PATHS:
+                await self._bundle(key, scope, bounded, send)
+            elif scope["path"].endswith("/pull-messages"):
                 await self._hold(key, scope, bounded, send)
             else:
                 await self._pass_on(key, scope, bounded, send)
@@ -81,17 +86,19 @@ class Guard:
         from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
 
         key, length = headers.get(FLEET_HTTP_PUBLIC_KEY_HEADER.lower(), ""), headers.get("content-length", "")
-        if not path.startswith("/v1/fleet/") or path.endswith("/register-node"):
+        bundle = path in bundles.PATHS
+        if (not path.startswith("/v1/fleet/") and not bundle) or path.endswith("/register-node"):
             return key, 404
         if key not in self.keys:
             return key, 401
         if not length.isdecimal() or "transfer-encoding" in headers:
             return key, 411
-        if self.connections.owner(client) != key or int(length) > _SMALL:
+        if self.connections.owner(client) != key or int(length) > _SMALL or bundle:  # which Flower does not check
             if not await asyncio.to_thread(_signed, headers):
                 return key, 401
             self.connections.admit(client, key)
-        if int(length) > (self.largest if path.endswith("/push-object") else _MOST_METADATA):
+        most = min(self.largest, 2 * BUNDLE) if bundle else self.largest
+        if int(length) > (most if path.endswith(("/push-object", "/push-objects")) else _MOST_METADATA):
             await asyncio.to_thread(self.uploads.refuse_newest, key)
             return key, 413
         return key, 503 if self._running[key] >= _MOST_REQUESTS else 0
@@ -109,6 +116,24 @@ class Guard:
             await _respond(send, 401)
             return
         await self.app(scope, _again(body, receive), send)
+
+    async def _bundle(self, key: str | None, scope: Any, receive: Any, send: Any) -> None:
+        """Several objects at once, for a site or, without a key, for the server."""
+        async with self._bodies.setdefault(key or "", asyncio.Semaphore(_MOST_BODIES)):
+            body = await _body(receive)
+            state = scope["app"].state.linkstate_factory.state()
+            try:
+                found = await asyncio.to_thread(self._bundled, scope["path"], body, state, key)
+            except ValueError:
+                await _respond(send, 400)
+                return
+        await _respond_with(send, found, b"application/protobuf")
+
+    def _bundled(self, path: str, body: bytes, state: Any, key: str | None) -> bytes:
+        node = None if key is None else state.get_node_id_by_public_key(b64decode(key))
+        if key is not None and node is None:
+            raise ValueError("no site has this key")
+        return bundles.answers(path, body, state, node)
 
     async def _pass_on(self, key: str, scope: Any, receive: Any, send: Any) -> None:
         if "/push-" not in scope["path"]:
@@ -155,9 +180,8 @@ def _again(body: bytes, receive: Any) -> Any:
     return received
 
 
-async def _respond_json(send: Any, content: Any) -> None:
-    body = json.dumps(content).encode()
-    head = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
+async def _respond_with(send: Any, body: bytes, kind: bytes) -> None:
+    head = [(b"content-length", str(len(body)).encode()), (b"content-type", kind)]
     await send({"type": "http.response.start", "status": 200, "headers": head})
     await send({"type": "http.response.body", "body": body})
 

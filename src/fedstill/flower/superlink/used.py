@@ -7,6 +7,7 @@ from typing import Any
 
 from flwr.app import message as messages
 from flwr.common import constant as common
+from flwr.proto import message_pb2, recorddict_pb2
 from flwr.server.superlink.linkstate import utils
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
@@ -14,7 +15,12 @@ from flwr.supercore import constant, date
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.inflatable import inflatable_object
 from flwr.supercore.primitives import asymmetric
+from flwr.supercore.routers.runtime.tracing import RuntimeTracingMiddleware
 from flwr.superlink import extensions
+from flwr.superlink import main as superlink_app
+from flwr.superlink.routers.control import middlewares as of_control
+from flwr.superlink.routers.fleet import middlewares as of_fleet
+from flwr.superlink.routers.fleet.node_auth import NodeAuthMiddleware
 from flwr.superlink.servicer.fleet import fleet_handlers
 
 from fedstill.flower.versions import Used
@@ -28,11 +34,25 @@ _STATE = (
     "_store_generated_message",
 )  # fmt: skip
 
+INTERFACES = {
+    of_control.ControlSensitiveResponseMiddleware: "/v1/control/",
+    of_control.ControlAuthenticationMiddleware: "/v1/control/",
+    of_control.ControlLicenseMiddleware: "/v1/control/",
+    of_control.ControlEventLogMiddleware: "/v1/control/",
+    of_fleet.FleetEventLogMiddleware: "/v1/fleet/",
+    NodeAuthMiddleware: "/v1/fleet/",
+    RuntimeTracingMiddleware: "/v1/runtime/",
+}
+"""Flower's middlewares that let requests of its other interfaces pass as they are, by the paths of their own."""
+
 USED: Used = {
+    superlink_app: ("_get_middleware",),
     InMemoryLinkState: _STATE,
     SqlLinkState: _STATE,
     extensions: ("get_middleware",),
-    fleet_handlers: ("push_messages",),
+    fleet_handlers: ("push_messages", "push_object", "pull_object"),
+    message_pb2: ("PullObjectRequest", "PushObjectRequest"),
+    recorddict_pb2: ("BytesList",),
     flower_superlink: ("flower_superlink", "uvicorn"),
     ApiErrorCode: ("NO_PERMISSIONS",),
     FlowerError: ("from_json",),

@@ -15,5 +15,5 @@ site=$("$over/bin/python" -c 'import sysconfig; print(sysconfig.get_path("pureli
 { "$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; echo "$PWD/src"; } >"$site/base.pth"
 "$over/bin/python" -c "import flwr; assert flwr.__version__ == '$version', flwr.__version__"
 exec "$over/bin/python" -m pytest -p no:cacheprovider tests/flower/test_flower_versions.py \
-    tests/flower/test_flower_limits.py tests/flower/test_flower_link.py tests/flower/test_flower_waiting.py \
+    tests/flower/test_flower_limits.py tests/flower/test_flower_link.py tests/flower/test_flower_waiting.py tests/flower/test_flower_bundles.py \
     -k 'not killed_superlink and not hang and not chunk and not key and not authority'

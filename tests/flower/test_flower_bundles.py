@@ -19,12 +19,13 @@ from flwr.proto.node_pb2 import Node
 from flwr.proto.recorddict_pb2 import BytesList
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.superlink import main as superlink_app
 from starlette.middleware import Middleware
 
 from fedstill.flower import messages, private
 from fedstill.flower.fleet import _Session
 from fedstill.flower.superlink import BUNDLE, PULL_PATH, PUSH_PATH, bundles
-from fedstill.flower.superlink.middlewares import only_where_needed
+from fedstill.flower.superlink.middlewares import PATHS, name_of, only_where_needed
 
 SITE = Node(node_id=7)
 
@@ -213,21 +214,27 @@ class Noted:
         await self._app(scope, receive, send)
 
 
-class NotedForControl(Noted):
+class NodeAuthMiddleware(Noted):
     pass
+
+
+def test_those_of_the_installed_flower_are_known() -> None:
+    """All but those that every request needs: what translates, what tells errors, and ours."""
+    names = {name_of(each) for each in superlink_app._get_middleware()}
+    assert names - PATHS.keys() == {"BaseHTTPMiddleware", "ProtobufTranslationMiddleware"}
 
 
 @pytest.mark.parametrize(
     ("path", "passed"),
-    [("/v1/control/list-nodes", ["all", "control", "last"]), ("/v1/fleet/pull-messages", ["all", "last"])],
+    [("/v1/fleet/pull-messages", ["all", "fleet", "last"]), ("/v1/runtime/pull-messages", ["all", "last"])],
 )
 def test_a_middleware_of_one_interface_sees_no_requests_of_another(path: str, passed: list[str]) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         scope["passed"].append("last")
 
     around: Any = app
-    listed = [Middleware(Noted, name="all"), Middleware(NotedForControl, name="control")]
-    for each in reversed(only_where_needed(lambda: listed, {NotedForControl: "/v1/control/"})()):
+    listed = [Middleware(Noted, name="all"), Middleware(NodeAuthMiddleware, name="fleet")]
+    for each in reversed(only_where_needed(lambda: listed)()):
         around = each.cls(around, *each.args, **each.kwargs)
     scope: dict[str, Any] = {"type": "http", "path": path, "passed": []}
     asyncio.run(around(scope, None, None))

@@ -80,7 +80,7 @@ def main() -> None:
         uploads.bound(kind)
     used.fleet_handlers.push_messages = only_answers(used.fleet_handlers.push_messages)
     used.extensions.get_middleware = lambda: (guard,)  # the hook where Flower's paid extension adds its own
-    used.superlink_app._get_middleware = only_where_needed(used.superlink_app._get_middleware, used.INTERFACES)
+    used.superlink_app._get_middleware = only_where_needed(used.superlink_app._get_middleware)
     # uvicorn's line per request cannot be switched off: ten a second and site would fill the disk.
     logging.getLogger("uvicorn.access").addFilter(lambda record: False)
     used.flower_superlink.uvicorn = SimpleNamespace(run=serve)

@@ -15,12 +15,8 @@ from flwr.supercore import constant, date
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.inflatable import inflatable_object
 from flwr.supercore.primitives import asymmetric
-from flwr.supercore.routers.runtime.tracing import RuntimeTracingMiddleware
 from flwr.superlink import extensions
 from flwr.superlink import main as superlink_app
-from flwr.superlink.routers.control import middlewares as of_control
-from flwr.superlink.routers.fleet import middlewares as of_fleet
-from flwr.superlink.routers.fleet.node_auth import NodeAuthMiddleware
 from flwr.superlink.servicer.fleet import fleet_handlers
 
 from fedstill.flower.versions import Used
@@ -33,17 +29,6 @@ _STATE = (
     "preregister_object_tree", "get_node_id_by_public_key", "_cleanup_push_session", "_on_push_session_expired",
     "_store_generated_message",
 )  # fmt: skip
-
-INTERFACES = {
-    of_control.ControlSensitiveResponseMiddleware: "/v1/control/",
-    of_control.ControlAuthenticationMiddleware: "/v1/control/",
-    of_control.ControlLicenseMiddleware: "/v1/control/",
-    of_control.ControlEventLogMiddleware: "/v1/control/",
-    of_fleet.FleetEventLogMiddleware: "/v1/fleet/",
-    NodeAuthMiddleware: "/v1/fleet/",
-    RuntimeTracingMiddleware: "/v1/runtime/",
-}
-"""Flower's middlewares that let requests of its other interfaces pass as they are, by the paths of their own."""
 
 USED: Used = {
     superlink_app: ("_get_middleware",),

@@ -10,6 +10,11 @@ levels, of which the first is what the presets do; `variants`, groups of setting
 which the first is compared with each of the others; `seeds` of at least 100, so that 0 to 4 stay untouched. Judge on
 images held out of the training images (tools/held_out.py), not on the test images.
 
+With `half`, of factors with two levels each, every second combination is left out (a half fraction): a factor's effect
+is still of all runs, but not told apart from what the others do together. With `teachers`, a run has these settings and
+saves its teachers, and variants and the factors in `taught` are settings of students that they teach at its end: the
+teachers are trained once for all of them.
+
 Every run has its directory: interrupted, the same command goes on where it stopped. The runs of a seed are carried out
 before those of the next, and the table is written to table.md after every run.
 """
@@ -20,17 +25,19 @@ import argparse
 import itertools
 import os
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedstill.core.files import read_json, write_atomic, write_json
 from fedstill.metrics.statistics import detectable, paired, spread
 from fedstill.studies.archive import Archive, name_of, settings_of
 from fedstill.studies.cells import Cell, check, run_cells
 from fedstill.studies.presets import resolved
+from fedstill.studies.reteach import accuracies
 
 HERE = Path(__file__).parents[1]  # so that a run has the same name in every checkout, though it names tools/held_out.py
 UNTOUCHED = 100  # seeds below are for runs that confirm
@@ -49,15 +56,47 @@ class Factorial(BaseModel):
     settings: dict[str, Any]
     factors: dict[str, list[Any]] = Field(default_factory=dict)
     variants: dict[str, dict[str, Any]] = Field(min_length=1)
+    half: bool = False
+    teachers: dict[str, Any] = Field(
+        default_factory=dict
+    )  # method and settings of the runs, where students are compared
+    taught: list[str] = Field(default_factory=list)  # factors that are settings of students
+
+    @model_validator(mode="after")
+    def _fits(self) -> Factorial:
+        if self.half and (len(self.factors) < 3 or any(len(levels) != 2 for levels in self.factors.values())):
+            raise ValueError("half: it takes three factors of two levels or more of them")
+        if unknown := set(self.taught) - self.factors.keys() or (set(self.taught) if not self.teachers else set()):
+            raise ValueError(f"taught: {', '.join(sorted(unknown))}: factors of a file with teachers")
+        return self
 
     @property
     def combinations(self) -> list[Levels]:
-        return list(itertools.product(*(range(len(levels)) for levels in self.factors.values())))
+        every = itertools.product(*(range(len(levels)) for levels in self.factors.values()))
+        return [levels for levels in every if not (self.half and sum(levels) % 2)]
+
+    def students(self) -> dict[tuple[str, Levels], dict[str, Any]]:
+        """Settings of each student that the teachers of a run teach, by variant and combination of `taught`."""
+        if not self.teachers:
+            return {}
+        choices = list(itertools.product(*(range(len(self.factors[name])) for name in self.taught)))
+        return {
+            (variant, levels): own
+            | {name: self.factors[name][level] for name, level in zip(self.taught, levels, strict=True)}
+            for levels in choices
+            for variant, own in self.variants.items()
+        }
+
+    def taught_levels(self, levels: Levels) -> Levels:
+        """Of a combination, those of `taught`."""
+        return tuple(levels[list(self.factors).index(name)] for name in self.taught)
 
     def at(self, levels: Levels) -> dict[str, Any]:
         """The settings of a combination. A level that is a table sets several things at once."""
         found: dict[str, Any] = {}
         for (name, values), level in zip(self.factors.items(), levels, strict=True):
+            if name in self.taught:
+                continue
             found |= values[level] if isinstance(values[level], dict) else {name: values[level]}
         return found
 
@@ -67,17 +106,30 @@ class Runs:
 
     def __init__(self, factorial: Factorial, out: Path, data_dir: str, archive: Archive | None = None) -> None:
         self.factorial, self.cells = factorial, dict[tuple[str, Levels, int], Cell]()
+        self.students = factorial.students()
         for seed, levels in itertools.product(factorial.seeds, factorial.combinations):
             for variant, own in factorial.variants.items():
-                layers = [factorial.settings, factorial.at(levels), own, {"seed": seed, "data_dir": data_dir}]
-                config = resolved(own["method"], layers)  # without factors that are settings of other methods
+                run = factorial.teachers or own
+                layers = [factorial.settings, factorial.at(levels), run, {"seed": seed, "data_dir": data_dir}]
+                config = resolved(run["method"], layers)  # without factors that are settings of other methods
                 name = name_of(settings_of(config, HERE))
                 known = archive.run(name) if archive else None
                 self.cells[variant, levels, seed] = Cell(out / "cells" / name, config, archived=known)
 
     def number(self, variant: str, levels: Levels, seed: int) -> float | None:
-        cell = self.cells[variant, levels, seed]
-        return float(cell.summary()[self.factorial.metric]) if cell.finished else None  # type: ignore[literal-required]
+        cell, factorial = self.cells[variant, levels, seed], self.factorial
+        if not cell.finished:
+            return None
+        if self.students:
+            place = list(self.students).index((variant, factorial.taught_levels(levels)))
+            return float(self.taught(cell)["students"][place])
+        return float(cell.summary()[factorial.metric])  # type: ignore[literal-required]
+
+    def taught(self, cell: Cell) -> dict[str, Any]:
+        """The accuracies of a finished run's teachers, and of their students."""
+        variants = list(self.students.values())
+        known = cell.archived.students_of(variants) if cell.archived else None
+        return known or asdict(accuracies(cell.path, variants))
 
     def markdown(self) -> str:
         """The page of a factorial."""
@@ -89,7 +141,8 @@ class Runs:
         first, *others = f.variants
         numbers = {key: self.number(*key) for key in self.cells}
         done = sum(value is not None for value in numbers.values())
-        lines = [f"{done} of {len(numbers)} runs. {f.metric}, in %."]
+        what = "students. Accuracy" if f.teachers else f"runs. {f.metric}"
+        lines = [f"{done} of {len(numbers)} {what}, in %."]
 
         def values(variant: str, levels: Levels, seeds: list[int]) -> list[float]:
             return [value for s in seeds if (value := numbers[variant, levels, s]) is not None]
@@ -111,7 +164,7 @@ class Runs:
         for place, (name, levels_of) in enumerate(f.factors.items()):
             for level in range(1, len(levels_of)):
                 after = [c for c in f.combinations if c[place] == level]
-                before = [(*c[:place], 0, *c[place + 1 :]) for c in after]
+                before = [c for c in f.combinations if c[place] == 0]
                 seeds = complete(*((first, c) for c in [*after, *before]))
                 sides = [
                     [float(np.mean([numbers[first, c, s] for c in side])) for s in seeds] for side in (after, before)
@@ -122,6 +175,10 @@ class Runs:
             "Differences are of paired seeds, with Student's 95 % interval of their mean, on how many seeds they are",
             "above 0 and, after ≥, the smallest difference that so many seeds would show in four cases of five.",
         ]
+        if f.half:
+            lines += [
+                "Half of the combinations were run: an effect is not told apart from what the others do together."
+            ]
         return "\n".join([*lines, ""])
 
 

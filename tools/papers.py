@@ -76,6 +76,7 @@ class Run:
     wanted: Wanted
     cell: Cell  # with what it came to, if the archive has it
     plan: Plan | None  # of its preset
+    factorial: Runs | None = None  # that it is one of
 
     def archived(self, archive: Archive) -> ArchivedRun:
         """What is kept of it, now that it is finished."""
@@ -86,6 +87,8 @@ class Run:
             variants = variants_of(self.plan)
             if known is None or known.students_of(variants) is None:
                 students.append((variants, asdict(accuracies(cell.path, variants))))
+        if self.factorial and self.factorial.students:
+            students.append((list(self.factorial.students.values()), self.factorial.taught(cell)))
         root = HERE if self.wanted.factorial else None
         return abridged(settings_of(cell.config, root), cell.summary(), cell.records(), students)
 
@@ -101,8 +104,8 @@ def runs(wanted: Wanted, out: Path, data_dir: str, archive: Archive) -> list[Run
         path = HERE / "tools" / "factorials" / f"{wanted.factorial}.toml"
         factorial = Factorial.model_validate(tomllib.loads(path.read_text()))
         seeds, variants = factorial.seeds[: wanted.seeds], wanted.variants or list(factorial.variants)
-        cells = Runs(factorial, out / wanted.factorial, data_dir, archive).cells
-        found = [Run(wanted, c, None) for (v, _, seed), c in cells.items() if seed in seeds and v in variants]
+        of = Runs(factorial, out / wanted.factorial, data_dir, archive)
+        found = [Run(wanted, c, None, of) for (v, _, seed), c in of.cells.items() if seed in seeds and v in variants]
     else:
         (plan,) = plans(wanted.preset, wanted.scale, wanted.seeds, out / "cells", **given)
         plan = with_archived(plan, archive)

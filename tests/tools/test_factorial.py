@@ -15,6 +15,7 @@ import fedstill
 from fedstill.core.files import read_json
 from fedstill.studies import claims
 from fedstill.studies.archive import Archive, abridged, settings_of
+from fedstill.studies.reteach import SavedEpisode
 
 TOOLS = Path(__file__).parents[2] / "tools"
 SMALL: dict[str, Any] = {"fraction": 0.05, "model": "mlp", "model_options": {"hidden": [8]}, "clients": 4}
@@ -103,3 +104,39 @@ def test_images_are_held_out_of_the_training_images_alone(monkeypatch: pytest.Mo
         return sorted(image.numpy().tobytes() for split in splits for image in split.x)
 
     assert pictures(after.train, after.test) == pictures(before.train)
+
+
+def test_half_of_the_combinations_have_each_level_of_each_factor_as_often(tool: ModuleType) -> None:
+    settings: dict[str, Any] = {"title": "t", "hypothesis": "h", "seeds": [100, 101], "settings": SMALL}
+    settings |= {"variants": {"FedAvg": {"method": "fedavg"}}, "half": True}
+    factors = {"lr": [0.1, 0.01], "batch_size": [16, 32], "epochs": [1, 2]}
+    half = tool.Factorial.model_validate(settings | {"factors": factors}).combinations
+    assert len(half) == 4
+    assert (0, 0, 0) in half
+    for one, other in [(0, 1), (0, 2), (1, 2)]:
+        assert sorted((levels[one], levels[other]) for levels in half) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    with pytest.raises(ValueError, match="three factors"):
+        tool.Factorial.model_validate(settings | {"factors": {"lr": [0.1, 0.01]}})
+
+
+@pytest.mark.slow
+def test_students_of_one_run_are_compared_by_what_its_teachers_teach_them(tool: ModuleType, tmp_path: Path) -> None:
+    few = {"clients": 6, "regions": 2, "rounds": 2, "rounds_per_episode": 1, "pool": 0.1, "eval_every": 2}
+    factorial = tool.Factorial.model_validate(
+        {
+            "title": "t", "hypothesis": "h", "seeds": [100, 101], "settings": {**SMALL, **few, "fraction": 0.2},
+            "teachers": {"method": "lkd", "lambda3": 0.01, "save_teachers": True}, "taught": ["server_epochs"],
+            "factors": {"lr": [0.1, 0.2], "server_epochs": [1, 9]}, "variants": {"LKD": {}, "labels": {"lambda3": 1.0}},
+        }
+    )  # fmt: skip
+    runs = tool.Runs(factorial, tmp_path, "")
+    cells = {cell.path: cell for cell in runs.cells.values()}
+    assert len(cells) == 4, "two rates, two seeds: not one for each student"
+    assert runs.number("LKD", (0, 0), 100) is None
+    tool.run_cells(list(cells.values()), jobs=1)
+    path = runs.cells["labels", (1, 1), 101].path
+    (expected,) = SavedEpisode(path).teach([{"lambda3": 1.0, "server_epochs": 9}])
+    assert runs.number("labels", (1, 1), 101) == expected.accuracy
+    (other,) = SavedEpisode(path).teach([{"server_epochs": 1}])
+    assert runs.number("LKD", (1, 0), 101) == other.accuracy
+    assert "16 of 16 students" in runs.markdown()

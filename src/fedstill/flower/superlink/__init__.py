@@ -10,7 +10,7 @@ ANSWERED_PATH = "/fedstill/answered"  # where it hears which requests have been 
 PULL_PATH, PUSH_PATH = "/fedstill/pull-objects", "/fedstill/push-objects"  # several objects in one request
 BUNDLE = 1 << 20  # bytes of these; what is larger is a request by itself
 KEEP_OPEN = (
-    60.0  # seconds that a site's connection stays open without a request; it says every 10 to 20 s that it lives
+    60.0  # seconds that a site's connection stays open without a request; it beats every 10 to 20
 )
 HOLD = 20.0  # seconds that a request for news may wait here; Flower's clients wait 30 for a response
 MOST_OBJECTS = 10_000  # in one answer; each costs a request

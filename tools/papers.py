@@ -109,6 +109,8 @@ def runs(wanted: Wanted, out: Path, data_dir: str, archive: Archive) -> list[Run
     else:
         (plan,) = plans(wanted.preset, wanted.scale, wanted.seeds, out / "cells", **given)
         plan = with_archived(plan, archive)
+        if unknown := set(wanted.rows) - {point.row for point, _ in plan.runs}:
+            raise FedstillError(f"tools/papers.toml: {wanted.name} has no row {', '.join(sorted(unknown))}")
         chosen = [
             cells
             for point, cells in plan.runs

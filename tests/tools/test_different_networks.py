@@ -23,6 +23,7 @@ def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.syspath_prepend(str(TOOLS))
     module = importlib.import_module("different_networks")
     monkeypatch.setattr(module, "COLLECTED", tmp_path / "collected.json")
+    monkeypatch.setattr(module, "TIMES", tmp_path / "seconds.json")
     return module
 
 
@@ -53,7 +54,7 @@ def made_up(tool: ModuleType, out: Path, seeds: int, spread: float = 0.01) -> No
                 path = tool.place(out, method, seed)
                 path.mkdir(parents=True)
                 groups = {name: {"final_accuracy": accuracy} for name in tool.NETWORKS}
-                costs = {"bytes_down": 1e6 * seed, "bytes_up": 2e6, "seconds": 3.0}
+                costs = {"bytes_down": 1e6 * seed, "bytes_up": 2e6}
                 scores = {"final_accuracy": accuracy, "final_local_accuracy": own, "final_amp": own, "final_wlp": 0.0}
                 summary = {**scores, **costs, "groups": groups}
                 (path / "summary.json").write_text(json.dumps(summary))
@@ -109,3 +110,13 @@ def test_runs_that_were_collected_count_on_another_machine(tool: ModuleType, tmp
     assert tool.table(tmp_path / "elsewhere", [0, 1]) == expected
     tool.carry_out(tmp_path / "elsewhere", "local", 1, "")  # which is done
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_times_of_some_methods_leave_those_of_others(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"data": "fashion-mini", "models": ["mlp"], "clients": 2, "fraction": 0.2, "epochs": 1, "pool": 0.0}
+    monkeypatch.setattr(tool, "SETTINGS", tool.SETTINGS | small | {"model_options": {}, "proxy": ""})
+    tool.TIMES.write_text('{"fedkf": 1.5, "local": 99.0}')
+    tool.measure(["local"], "")
+    times = json.loads(tool.TIMES.read_text())
+    assert times["fedkf"] == 1.5
+    assert 0 < times["local"] < 99

@@ -24,7 +24,7 @@ from starlette.middleware import Middleware
 
 from fedstill.flower import messages, private
 from fedstill.flower.fleet import _Session
-from fedstill.flower.superlink import BUNDLE, PULL_PATH, PUSH_PATH, bundles
+from fedstill.flower.superlink import BUNDLE, MOST_TOGETHER, PULL_PATH, PUSH_PATH, bundles
 from fedstill.flower.superlink.middlewares import PATHS, name_of, only_where_needed
 
 SITE = Node(node_id=7)
@@ -104,6 +104,26 @@ def test_parts_of_a_large_array_go_by_themselves() -> None:
     assert arrays(messages.inflated(name, messages.pull_contents(link.names, pull))) == expected
 
 
+def test_what_is_small_of_a_large_message_comes_at_once() -> None:
+    link = SuperLink()
+    large = message(BUNDLE)
+    messages.push([large], link.announce, link.push, link.bundle, SITE, 1)
+    first, requests = link.names[0], list[str]()
+
+    def bundle(path: str, asked: Any) -> Any:
+        """As the SuperLink answers: as far as the first that is large."""
+        names = [PullObjectRequest.FromString(each).object_id for each in asked.vals]
+        requests.extend(names)
+        few = asked.vals[: names.index(first)]
+        return link.bundle(path, BytesList(vals=few))
+
+    link.single.clear()
+    pull = messages.object_puller(link.names, link.pull, bundle, SITE, 1)
+    messages.pull_contents(link.names, pull)
+    assert requests == link.names[::-1]
+    assert link.single == [first]
+
+
 def test_many_small_objects_go_in_bundles_of_bounded_size() -> None:
     link = SuperLink()
     many = [message(20_000 + i) for i in range(40)]  # 3.2 MB, of which no message is large
@@ -158,6 +178,23 @@ def test_a_site_makes_requests_of_its_own_only() -> None:
         handled(PULL_PATH, [*requests_for("a"), *requests_for("b", node=8)], 7, never)
 
 
+def test_more_than_some_requests_are_refused_before_they_take_memory() -> None:
+    body = BytesList(vals=[b""] * (MOST_TOGETHER + 1)).SerializeToString()
+    with pytest.raises(ValueError, match="at once"):
+        bundles.answers(PULL_PATH, body, object(), 7)
+    assert len(
+        handled(PULL_PATH, requests_for(*"a" * MOST_TOGETHER), 7, lambda request, state: PullObjectResponse())
+    ) == (MOST_TOGETHER)
+
+
+def test_a_run_that_is_not_known_ends_the_answers() -> None:
+    def push(request: Any, state: Any) -> Any:
+        raise KeyError(request.run_id)
+
+    request = PushObjectRequest(node=SITE, run_id=99, object_id="a")
+    assert handled(PUSH_PATH, [request, request], 7, push) == []
+
+
 @pytest.mark.parametrize("body", [b"\xff", BytesList(vals=[b"\xff"]).SerializeToString()])
 def test_what_is_no_bundle_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError, match="no requests"):
@@ -174,7 +211,7 @@ class Fleet:
         self._error, self.stored = error, set[str]()
 
     def _unary_unary(self, *, request: Any, **options: Any) -> Any:
-        if not isinstance(self._error, httpx.HTTPStatusError):
+        if not isinstance(self._error, httpx.HTTPStatusError) or self._error.response.status_code == 504:
             self.stored |= {PushObjectRequest.FromString(each).object_id for each in request.vals}
         raise self._error
 
@@ -189,10 +226,15 @@ class Fleet:
         return PushObjectResponse(stored=fresh)
 
 
-REFUSED = httpx.HTTPStatusError("404", request=mock.Mock(), response=httpx.Response(404))
+def status(code: int) -> httpx.HTTPStatusError:
+    return httpx.HTTPStatusError(str(code), request=mock.Mock(), response=httpx.Response(code))
 
 
-@pytest.mark.parametrize("error", [httpx.ReadError("cut"), REFUSED], ids=["the receipt is lost", "it is refused"])
+@pytest.mark.parametrize(
+    "error",
+    [httpx.ReadError("cut"), status(504), status(404)],
+    ids=["the receipt is lost", "it is lost behind a proxy", "it is refused"],
+)
 def test_a_bundle_that_fails_is_sent_object_by_object(error: httpx.HTTPError) -> None:
     fleet: Any = Fleet(error)
     session = _Session(fleet, 7)

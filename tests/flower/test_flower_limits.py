@@ -165,6 +165,14 @@ def test_an_answer_that_is_announced_again_goes_on_where_it_was(state: tuple[Sta
     assert flower.answer(2, parts=3) == (False, [])
 
 
+def test_an_object_that_is_sent_again_counts_once(state: tuple[State, Uploads]) -> None:
+    flower, _ = state
+    _, names = flower.answer(1, parts=2)
+    for name in [names[0], names[0], names[0]]:  # as its receipt was lost
+        flower.store_object(1, "session 1", name, bytes(60_000))
+    assert flower.store_object(1, "session 1", names[1], bytes(60_000)), "120,000 of 165,536"
+
+
 def test_an_answer_ends_with_the_time_of_its_request(state: tuple[State, Uploads]) -> None:
     flower, uploads = state
     now = time.time()

@@ -32,7 +32,7 @@ from flwr.supercore.date import now
 from flwr.supercore.primitives.asymmetric import sign_message
 
 from fedstill.core.errors import FedstillError, SettingError
-from fedstill.flower import keys, private
+from fedstill.flower import keys, private, superlink
 from fedstill.flower.link import Failure, FlowerLink
 from fedstill.flower.node import serve
 from fedstill.flower.superlink import bundles
@@ -247,6 +247,7 @@ def test_only_the_fleet_interface_is_open_and_only_to_known_keys(trial: Trial, l
             assert client.post(path, headers=known, content=content).status_code == 401
             assert client.post(path, headers=signed, content=content).status_code == 400, "another site's number"
             assert client.post(path, headers=signed, content=bytes(4 << 20)).status_code == 413
+        assert client.post(superlink.PULL_PATH, headers=signed, content=bytes(1 << 17)).status_code == 413
 
 
 def test_a_port_in_use_is_told_at_once(trial: Trial, link: FlowerLink) -> None:

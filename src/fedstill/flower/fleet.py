@@ -177,8 +177,8 @@ class _Session:
         """Send several requests as one; if that fails, each is made by itself, and tells why."""
         try:
             return messages.bundle(self._fleet)(path, requests)
-        except httpx.HTTPError as error:
-            self._receipt_lost |= not isinstance(error, httpx.HTTPStatusError)
+        except httpx.HTTPError:
+            self._receipt_lost = True  # also where a proxy says so
             return type(requests)()
 
     def _push_object(self, request: Any) -> Any:

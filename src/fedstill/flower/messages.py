@@ -30,7 +30,7 @@ from flwr.supercore.inflatable.inflatable_protobuf_utils import (
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.protobuf.client import ProtobufClient
 
-from fedstill.flower.superlink import BUNDLE, PULL_PATH, PUSH_PATH
+from fedstill.flower.superlink import BUNDLE, MOST_TOGETHER, PULL_PATH, PUSH_PATH
 from fedstill.flower.versions import Used
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each request
@@ -43,8 +43,6 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0  # seconds: parts may come a moment after
 
 
 _MOST_CONNECTIONS, _OBJECTS_EACH = 4, 8  # of one message
-_MOST_TOGETHER = 200  # requests for objects: some 25 kB
-
 Bundle = Callable[[str, BytesList], BytesList]
 """What sends several requests for objects as one; the answers to the first of them."""
 
@@ -111,7 +109,7 @@ def _bundles(requests: Iterable[Any]) -> Iterator[list[Any]]:
     """Requests in their order, as many together as make one of usual size."""
     together, size = list[Any](), 0
     for request in requests:
-        if together and size + request.ByteSize() > BUNDLE:
+        if len(together) == MOST_TOGETHER or (together and size + request.ByteSize() > BUNDLE):
             yield together
             together, size = [], 0
         together.append(request)
@@ -136,7 +134,8 @@ def object_puller(
     names: Sequence[str], pull_object: Callable[[Any], Any], pull_bundle: Bundle, node: Any, run: int
 ) -> Callable[[str], bytes]:
     """What fetches each of some objects; those that are small, and there already, come at once."""
-    requests = [PullObjectRequest(node=node, run_id=run, object_id=name) for name in names[:_MOST_TOGETHER]]
+    names = names[: -MOST_TOGETHER - 1 : -1]  # the parts of arrays, which may be large, come first: they go last
+    requests = [PullObjectRequest(node=node, run_id=run, object_id=name) for name in names]
     found = [PullObjectResponse.FromString(each) for each in _answers(pull_bundle, PULL_PATH, requests)]
     there = {name: each.object_content for name, each in zip(names, found, strict=False) if each.object_available}
     by_itself = make_pull_object_fn_protobuf(pull_object, node, run)

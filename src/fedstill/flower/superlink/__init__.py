@@ -9,11 +9,10 @@ KEYS_PATH = "/fedstill/keys"  # where the server states the keys that are let in
 ANSWERED_PATH = "/fedstill/answered"  # where it hears which requests have been answered
 PULL_PATH, PUSH_PATH = "/fedstill/pull-objects", "/fedstill/push-objects"  # several objects in one request
 BUNDLE = 1 << 20  # bytes of these; what is larger is a request by itself
-KEEP_OPEN = (
-    60.0  # seconds that a site's connection stays open without a request; it beats every 10 to 20
-)
+MOST_TOGETHER = 200  # of these: each is an object in memory, however short it is
+KEEP_OPEN = 60.0  # seconds that a site's connection stays open without a request; it beats every 10 to 20
 HOLD = 20.0  # seconds that a request for news may wait here; Flower's clients wait 30 for a response
-MOST_OBJECTS = 10_000  # in one answer; each costs a request
+MOST_OBJECTS = 10_000  # in one answer
 OVERHEAD = 1 << 16  # bytes of an answer that are Flower's own
 REFUSED = 413
 """The code of the error by which the server learns that an answer was refused while it arrived."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from fedstill.flower.superlink import BUNDLE, PULL_PATH, PUSH_PATH
+from fedstill.flower.superlink import BUNDLE, MOST_TOGETHER, PULL_PATH, PUSH_PATH
 
 PATHS = (PULL_PATH, PUSH_PATH)
 
@@ -32,13 +32,16 @@ def answers(path: str, body: bytes, state: Any, node: int | None) -> bytes:
     }
     kind, handle = handlers[path]
     try:
-        requests = [kind.FromString(content) for content in BytesList.FromString(body).vals]
+        contents = BytesList.FromString(body).vals
+        if len(contents) > MOST_TOGETHER:
+            raise ValueError(f"more than {MOST_TOGETHER} at once")
+        requests = [kind.FromString(content) for content in contents]
     except DecodeError as error:
         raise ValueError("these are no requests") from error
     if node is not None and any(request.node.node_id != node for request in requests):
         raise ValueError("a site makes requests of its own")
     found, size = list[bytes](), 0
-    with suppress(FlowerError):
+    with suppress(FlowerError, LookupError):  # such as of a run that it does not know
         for request in requests:
             answer = handle(request=request, state=state)
             size += answer.ByteSize()

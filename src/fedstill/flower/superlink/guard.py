@@ -12,7 +12,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedstill.flower.superlink import ANSWERED_PATH, BUNDLE, HOLD, KEYS_PATH, SECRET_HEADER, bundles
+from fedstill.flower.superlink import (
+    ANSWERED_PATH,
+    BUNDLE,
+    HOLD,
+    KEYS_PATH,
+    OVERHEAD,
+    PUSH_PATH,
+    SECRET_HEADER,
+    bundles,
+)
 from fedstill.flower.superlink.connections import Connections
 from fedstill.flower.superlink.uploads import Uploads
 from fedstill.flower.superlink.waiting import Waiting
@@ -53,11 +62,13 @@ class Guard:
         if hmac.compare_digest(headers.get(SECRET_HEADER, "").encode(), self.secret.encode()):
             self.connections.admit(client, "")
             if scope["path"] == ANSWERED_PATH:
-                after = int(json.loads(await _body(receive)))
+                after = int(json.loads(await _body(receive) or b"0"))
                 found = await self.waiting.for_answers(after, HOLD, receive)
                 await _respond_with(send, json.dumps(found).encode(), b"application/json")
             elif scope["path"] == KEYS_PATH:
-                self.keys = frozenset(json.loads(await _body(receive)))
+                if (body := await _body(receive)) is None:
+                    return
+                self.keys = frozenset(json.loads(body))
                 self.connections.close_all_but(self.keys)
                 await _respond(send, 204)
             elif scope["path"] in bundles.PATHS:
@@ -97,18 +108,27 @@ class Guard:
             if not await asyncio.to_thread(_signed, headers):
                 return key, 401
             self.connections.admit(client, key)
-        most = min(self.largest, 2 * BUNDLE) if bundle else self.largest
-        if int(length) > (most if path.endswith(("/push-object", "/push-objects")) else _MOST_METADATA):
-            await asyncio.to_thread(self.uploads.refuse_newest, key)
+        if int(length) > self._most(path):
+            if path not in bundles.PATHS or path == PUSH_PATH:
+                await asyncio.to_thread(self.uploads.refuse_newest, key)
             return key, 413
         return key, 503 if self._running[key] >= _MOST_REQUESTS else 0
+
+    def _most(self, path: str) -> int:
+        """Bytes of a body."""
+        if path == PUSH_PATH:
+            return max(BUNDLE + OVERHEAD, min(self.largest, 2 * BUNDLE))
+        if path in bundles.PATHS:
+            return _SMALL
+        return self.largest if path.endswith("/push-object") else _MOST_METADATA
 
     async def _hold(self, key: str, scope: Any, receive: Any, send: Any) -> None:
         """A site's look for messages waits until there is one, so that it need not look again and again.
 
         If the site is gone before that, nothing is looked up for it: Flower would take the message for delivered.
         """
-        body = await _body(receive)
+        if (body := await _body(receive)) is None:
+            return
         node = await asyncio.to_thread(self.uploads.waits, key)
         if node is not None and not await self.waiting.for_message(node, HOLD, receive):
             return
@@ -120,7 +140,11 @@ class Guard:
     async def _bundle(self, key: str | None, scope: Any, receive: Any, send: Any) -> None:
         """Several objects at once, for a site or, without a key, for the server."""
         async with self._bodies.setdefault(key or "", asyncio.Semaphore(_MOST_BODIES)):
-            body = await _body(receive)
+            if (body := await _body(receive)) is None:
+                return
+            if key is not None and key not in self.keys:  # revoked meanwhile
+                await _respond(send, 401)
+                return
             state = scope["app"].state.linkstate_factory.state()
             try:
                 found = await asyncio.to_thread(self._bundled, scope["path"], body, state, key)
@@ -162,10 +186,13 @@ class Guard:
         return received
 
 
-async def _body(receive: Any) -> bytes:
+async def _body(receive: Any) -> bytes | None:
+    """All of a body; None if the client has gone before that."""
     body, more = b"", True
     while more:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
         body, more = body + message.get("body", b""), message.get("more_body", False)
     return body
 

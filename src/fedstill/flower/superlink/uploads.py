@@ -71,7 +71,8 @@ class Uploads:
             return stored, missing
 
         def store_object(state: Any, run_id: int, session_id: str, object_id: str, content: bytes) -> bool:
-            stored = self._fits(session_id, len(content)) and put(state, run_id, session_id, object_id, content)
+            fits = self._fits(session_id, object_id, len(content))
+            stored = fits and put(state, run_id, session_id, object_id, content)
             if stored or state.object_store.get(object_id):  # of a site that sends the same
                 self._arrived(session_id, object_id)
             return bool(stored)
@@ -200,12 +201,17 @@ class Uploads:
                 if not upload.missing:
                     self._waiting.answer_to(upload.request)
 
-    def _fits(self, session: str, size: int) -> bool:
-        """Count an object; False if its answer is too large now. Without a session Flower would look for one."""
+    def _fits(self, session: str, name: str, size: int) -> bool:
+        """Count an object; False if its answer is too large now. Without a session Flower would look for one.
+
+        One that is not missing is not counted, and Flower does not store it: it came before, and its receipt was lost.
+        """
         with self._lock:
             upload = self._uploads.get(session)
             if upload is None:  # the server's own
                 return bool(session)
+            if name not in upload.missing:
+                return True
             upload.size += size
             if upload.size <= self.limit + OVERHEAD:
                 return True

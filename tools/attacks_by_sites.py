@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 import socket
+import ssl
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -26,6 +28,7 @@ import robustness_table
 import test_deployment as deployment
 import test_flower_keys as certificates
 import test_flower_limits as limits
+import test_flower_link as wires
 import test_hostile_sites as hostile
 import test_site_leaks as leaks
 from attack import Outcome, attack
@@ -36,6 +39,7 @@ from fedstill.core.errors import DataError, FedstillError, SettingError
 from fedstill.flower import keys, node
 from fedstill.flower.link import Certificates, FlowerLink
 from fedstill.flower.records import MOST_TEXT, from_records
+from fedstill.flower.superlink import PUSH_PATH
 from fedstill.running.rollback import rollback
 from support import link as link_support
 from support.sites import Wire, alone, served, weights
@@ -304,3 +308,24 @@ def idle_connections(folder: Path) -> Outcome:
             for connection in idle:
                 connection.close()
     return answered and open_ones < 100, f"1,500 opened, {open_ones} held; a site gets in beside them"
+
+
+@attack("2 MB of requests for objects, a million of them empty", "")
+def many_requests(folder: Path) -> Outcome:
+    with trial(folder) as (made, link_of), link_of(database=False) as link:
+        made.start("lagos")
+        link_support.everyone(link, 1)
+        context = ssl.create_default_context(cafile=str(made.root / "keys/ca.pem"))
+        before = limits.memory(link._process)
+        with httpx.Client(base_url=f"https://{made.server}", verify=context) as client:
+            statuses = {
+                client.post(
+                    PUSH_PATH,
+                    headers=wires.signature(made.root / "keys/sites/berlin"),
+                    content=b"\n\0" * 1_000_000,
+                ).status_code
+                for _ in range(8)
+            }
+        grown = max(0.0, (limits.memory(link._process) - before) / limits.MB)
+        answered = link_support.ask(link, {"lagos": {"note": 1}})["lagos"]["note"] == 1
+    return answered and statuses == {400} and grown < 100, f"refused; 8 of them: {grown:.0f} MB more"

@@ -3,7 +3,6 @@
     python tools/different_networks.py --out runs/networks --data-dir DATA
     python tools/different_networks.py --out runs/networks --table      # the table of what is there
     python tools/different_networks.py --out runs/networks --collect    # keep it in docs/archive, for other machines
-    python tools/different_networks.py --out runs/networks --time --data-dir DATA    # seconds a round; idle
     python tools/different_networks.py --out runs/networks --picture networks.png      # the same drawn
 
 Three networks, dealt to 12 clients in turn, with features of one size; data, clients of a round, initial weights and
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -27,8 +25,6 @@ from fedstill.metrics.statistics import spread
 from fedstill.report.scatter import Point, scatter
 
 COLLECTED = Path(__file__).parents[1] / "docs" / "archive" / "networks.json"
-TIMES = COLLECTED.with_name("networks-seconds.json")
-TIMED = 4  # rounds, of which the first, which loads and compiles, is left out
 NETWORKS = ["lenet5", "cnn", "resnet8"]
 SETTINGS: dict[str, Any] = {
     "data": "fashion-mnist",
@@ -75,6 +71,7 @@ KINDS = {  # what clients and groups have in common
     "a model for each group": ("fedavg", "fedgkd", "fedkf"),
     "groups teach each other": ("fedgkd across", "fedkf across", "feddf", "lkd", "fedhyb", "dafkd"),
 }
+ROUND = "round_seconds"  # of the fastest but the first: machines that run this for hours do other work as well
 COLUMNS = {  # in per cent
     "test set": "final_accuracy",
     "own tests": "final_local_accuracy",
@@ -104,7 +101,8 @@ def summaries(out: Path, method: str, seeds: Sequence[int]) -> list[dict[str, An
     found = []
     for path in (place(out, method, seed) for seed in seeds):
         if (file := path / "summary.json").is_file():
-            found.append(json.loads(file.read_text()))
+            rounds = [json.loads(line)["seconds"] for line in (path / "metrics.jsonl").read_text().splitlines()]
+            found.append(json.loads(file.read_text()) | {ROUND: min(rounds[1:])})
         elif path.name in collected:
             found.append(collected[path.name])
     return found
@@ -116,27 +114,16 @@ def collect(out: Path, seeds: Sequence[int]) -> None:
     for method, seed in product(METHODS, seeds):
         for summary in summaries(out, method, [seed]):
             groups = {name: {"final_accuracy": summary["groups"][name]["final_accuracy"]} for name in NETWORKS}
-            numbers = (*COLUMNS.values(), "bytes_down", "bytes_up")
-            runs[place(out, method, seed).name] = {name: summary[name] for name in numbers} | {"groups": groups}
+            numbers = (*COLUMNS.values(), "bytes_down", "bytes_up", ROUND)
+            runs[place(out, method, seed).name] = {name: summary[name] for name in numbers if name in summary} | {
+                "groups": groups
+            }
     write_json(COLLECTED, runs)
-
-
-def measure(methods: Sequence[str], data_dir: str) -> None:
-    """Time a round of each method, all clients one after the other on one core; the times of others stay."""
-    times = json.loads(TIMES.read_text()) if TIMES.is_file() else {}
-    for method in methods:
-        settings = SETTINGS | {"rounds": TIMED}
-        hyper = METHODS[method] | ({"T_rounds": TIMED} if method == "fedkd" else {})
-        result = fedstill.run(method.partition(" ")[0], **settings, seed=0, data_dir=data_dir, hyper=hyper)
-        times[method] = round(statistics.median(record["seconds"] for record in result.records[1:]), 2)
-        print(f"{method}: {times[method]:g} s a round", flush=True)
-        write_json(TIMES, times)
 
 
 def table(out: Path, seeds: Sequence[int]) -> str:
     """A line for each method: mean and standard deviation over the seeds that are there."""
     heads = [*COLUMNS, *(f"test set, {name}" for name in NETWORKS), "MB down", "MB up", "seconds a round", "seeds"]
-    times = json.loads(TIMES.read_text()) if TIMES.is_file() else {}
     lines = [f"| method | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for method in METHODS:
         if not (found := summaries(out, method, seeds)):
@@ -144,7 +131,7 @@ def table(out: Path, seeds: Sequence[int]) -> str:
         cells = [_shown([s[name] for s in found], 100) for name in COLUMNS.values()]
         cells += [_shown([s["groups"][name]["final_accuracy"] for s in found], 100) for name in NETWORKS]
         cells += [_shown([s[name] for s in found], 1e-6) for name in ("bytes_down", "bytes_up")]
-        cells += [f"{times[method]:.1f}" if method in times else "–", str(len(found))]
+        cells += [_shown([s[ROUND] for s in found[-1:] if ROUND in s], 1), str(len(found))]
         lines.append(f"| `{method}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -184,11 +171,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--collect", action="store_true", help=f"run nothing; write {COLLECTED.name}")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="run nothing; draw the runs that have ended")
-    parser.add_argument("--time", action="store_true", help=f"time a round of each on an idle machine; {TIMES.name}")
     given = parser.parse_args()
-    if given.time:
-        measure(given.methods, given.data_dir)
-        return
     if given.picture:
         picture(given.out, given.seeds, given.picture)
         return

@@ -23,7 +23,6 @@ def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.syspath_prepend(str(TOOLS))
     module = importlib.import_module("different_networks")
     monkeypatch.setattr(module, "COLLECTED", tmp_path / "collected.json")
-    monkeypatch.setattr(module, "TIMES", tmp_path / "seconds.json")
     return module
 
 
@@ -58,6 +57,7 @@ def made_up(tool: ModuleType, out: Path, seeds: int, spread: float = 0.01) -> No
                 scores = {"final_accuracy": accuracy, "final_local_accuracy": own, "final_amp": own, "final_wlp": 0.0}
                 summary = {**scores, **costs, "groups": groups}
                 (path / "summary.json").write_text(json.dumps(summary))
+                (path / "metrics.jsonl").write_text('{"seconds": 1.0}\n{"seconds": 3.0}\n{"seconds": 4.0}\n')
 
 
 def test_every_method_is_of_one_kind(tool: ModuleType) -> None:
@@ -93,6 +93,7 @@ def test_points_are_means_over_the_seeds_that_are_there(tool: ModuleType, tmp_pa
         path = tool.place(tmp_path, "fedgkd across", seed)
         path.mkdir()
         (path / "summary.json").write_text(json.dumps({"final_accuracy": accuracy, "final_local_accuracy": 0.9}))
+        (path / "metrics.jsonl").write_text('{"seconds": 1.0}\n' * 2)
     tool.picture(tmp_path, [0, 1, 2], tmp_path / "drawn.png")
     (point,) = np.asarray(drawn[0].axes[0].collections[0].get_offsets())
     assert tuple(point) == pytest.approx((0.4, 0.9))
@@ -106,17 +107,8 @@ def test_without_runs_there_is_nothing_to_draw(tool: ModuleType, tmp_path: Path)
 def test_runs_that_were_collected_count_on_another_machine(tool: ModuleType, tmp_path: Path) -> None:
     made_up(tool, tmp_path / "here", 2)
     expected = tool.table(tmp_path / "here", [0, 1])
+    assert "| 3.0 | 2 |" in expected, "the seconds of the fastest round, and how many seeds"
     tool.collect(tmp_path / "here", [0, 1])
     assert tool.table(tmp_path / "elsewhere", [0, 1]) == expected
     tool.carry_out(tmp_path / "elsewhere", "local", 1, "")  # which is done
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_times_of_some_methods_leave_those_of_others(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"data": "fashion-mini", "models": ["mlp"], "clients": 2, "fraction": 0.2, "epochs": 1, "pool": 0.0}
-    monkeypatch.setattr(tool, "SETTINGS", tool.SETTINGS | small | {"model_options": {}, "proxy": ""})
-    tool.TIMES.write_text('{"fedkf": 1.5, "local": 99.0}')
-    tool.measure(["local"], "")
-    times = json.loads(tool.TIMES.read_text())
-    assert times["fedkf"] == 1.5
-    assert 0 < times["local"] < 99

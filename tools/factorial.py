@@ -57,9 +57,7 @@ class Factorial(BaseModel):
     factors: dict[str, list[Any]] = Field(default_factory=dict)
     variants: dict[str, dict[str, Any]] = Field(min_length=1)
     half: bool = False
-    teachers: dict[str, Any] = Field(
-        default_factory=dict
-    )  # method and settings of the runs, where students are compared
+    teachers: dict[str, Any] = Field(default_factory=dict)  # settings of the runs, where students are compared
     taught: list[str] = Field(default_factory=list)  # factors that are settings of students
 
     @model_validator(mode="after")

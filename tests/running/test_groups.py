@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ from torch import nn
 
 import fedstill
 from fedstill.building.config import resolve
-from fedstill.building.groups import deal
+from fedstill.building.members import deal
 from fedstill.building.setup import prepare
 from fedstill.core.errors import SettingError
-from fedstill.core.reports import Refusal
 from fedstill.deployment.policy import Policy
 from fedstill.deployment.site import LocalInputs, Site
 from fedstill.running.result import Result
@@ -364,16 +362,3 @@ def test_a_site_trains_the_network_it_was_dealt_or_its_own_and_no_weights_leave_
     networks = [fedstill.load(tmp_path / name).description.network for name in NAMES]
     assert networks == ["mlp", "cnn", "resnet8"]
     assert result.summary["bytes_up"] == 3 * 4 * (10 * 8 + 10)
-
-
-def test_over_a_network_weights_need_one_network(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="over a network fedavg needs one network"):
-        served(Wire(tmp_path), tmp_path / "run", "fedavg", models=["mlp", "cnn"])
-
-
-@pytest.mark.parametrize("models", [["evil.py:net", "mlp"], "mlp,evil.py:net", ["distilbert", "mlp"]])
-def test_a_site_opens_no_file_that_a_server_names_as_a_network(models: Any) -> None:
-    text = resolve({"method": "local"}).toml().replace("models = []", f"models = {json.dumps(models)}")
-    with pytest.raises(Refusal, match="give yours to the site"):
-        LocalInputs().config(text)
-    assert LocalInputs(model="cnn").config(text).model == "cnn"

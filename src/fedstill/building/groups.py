@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from fedstill.building.config import Config, GroupSettings, is_object
+from fedstill.building.members import deal
 from fedstill.building.task import Network, with_network
-from fedstill.core import seeds
 from fedstill.core.arrays import IntArray
-from fedstill.core.errors import SettingError, unknown
+from fedstill.core.errors import SettingError
 from fedstill.data.federation import Federation
 from fedstill.methods import registry
 from fedstill.methods.base import NETWORKS, Method
@@ -47,23 +45,19 @@ def make_groups(
     federation: Federation,
     method: Method,
     models: Sequence[str | Network] = (),
-    dealt: Sequence[IntArray] | None = None,
 ) -> tuple[Group, ...]:
     """The groups of a run, or none if all clients have one network, which is then the task's.
 
-    `dealt`: the clients of each, where that is known already. Groups that have the same network share it, each under
-    its own name.
+    Groups that have the same network share it, each under its own name.
     """
-    tables = config.each_group()
-    names = [own.name or own.model for own in tables]
+    tables, names = config.each_group(), group_names(config)
     if len(set(names)) < len(names):
         raise SettingError(f"group: each needs a name of its own, and they are {', '.join(names)}")
     if models and len(models) != len(config.models):
         raise SettingError(f"models: the run has {', '.join(config.models)}, and {len(models)} are given")
     objects = {name: net for name, net in zip(config.models, models, strict=False) if not isinstance(net, str)}
     groups: list[Group] = []
-    parts = deal(config, federation.client_names) if dealt is None else dealt
-    for number, (own, clients) in enumerate(zip(tables, parts, strict=True)):
+    for number, (own, clients) in enumerate(zip(tables, deal(config, federation.client_names), strict=True)):
         settings = group_config(config, own)
         if is_object(own.model) and own.model not in objects:
             raise SettingError(f"models: {own.model} is a network of your own; give it again")
@@ -81,69 +75,26 @@ def make_groups(
     return tuple(groups)
 
 
-def own_network(config: Config, client: int, clients: int) -> Config:
-    """The settings with the network of one client, where groups name clients by their numbers."""
-    tables = config.each_group()
-    dealt = deal(config, tuple(map(str, range(clients)))) if tables else []
-    return next((group_config(config, own) for own, part in zip(tables, dealt, strict=True) if client in part), config)
+def group_names(config: Config) -> list[str]:
+    """What records and tables call the groups."""
+    return [own.name or own.model for own in config.each_group()]
 
 
-def numbered(config: Config, names: Sequence[str]) -> Config:
-    """The settings with groups that name clients by their numbers."""
-    groups = [
-        own.model_copy(update={"clients": _numbers(own.clients, names)}) if isinstance(own.clients, list) else own
-        for own in config.group
-    ]
-    return config.model_copy(update={"group": groups})
+def own_group(config: Config, client: int, clients: int) -> int | None:
+    """The number of a client's group, where groups name clients by their numbers; None: all have one network."""
+    dealt = deal(config, tuple(map(str, range(clients))))
+    return next((number for number, members in enumerate(dealt) if client in members), None)
 
 
-def deal(config: Config, names: Sequence[str]) -> list[IntArray]:
-    """The clients of each group, by their numbers."""
-    if config.same_network:
-        return []
-    if config.models:
-        dealt = np.array([config.models[k % len(config.models)] for k in range(len(names))], dtype=object)
-        found = [np.flatnonzero(dealt == model) for model in dict.fromkeys(config.models)]
-    else:
-        found = _assigned(config, names)
-    for own, clients in zip(config.each_group(), found, strict=True):
-        if not len(clients):
-            raise SettingError(f"group {own.name or own.model!r} has none of the {len(names)} clients")
-    return found
-
-
-def _assigned(config: Config, names: Sequence[str]) -> list[IntArray]:
-    """The clients that [[group]] tables name; of the others, as many as each asks for, drawn at random."""
-    tables, total = config.group, len(names)
-    named = [_numbers(own.clients, names) if isinstance(own.clients, list) else None for own in tables]
-    taken = [k for clients in named if clients is not None for k in clients]
-    if len(set(taken)) < len(taken):
-        raise SettingError(f"group: client {max(taken, key=taken.count)} is named twice")
-    left = np.setdiff1d(np.arange(total), taken)
-    counts = [own.clients or round(own.share * total) if isinstance(own.clients, int) else 0 for own in tables]
-    open_ones = [i for i, own in enumerate(tables) if named[i] is None and not own.clients and not own.share]
-    rest = len(left) - sum(counts)
-    for place, i in enumerate(open_ones):
-        counts[i] = rest // len(open_ones) + (place < rest % len(open_ones))
-    if rest < 0 or sum(counts) != len(left):
-        raise SettingError(
-            f"group: {len(taken)} clients are named and groups ask for {sum(counts)} more, and there are {total} in "
-            "all; a group without clients and share takes those that are left"
-        )
-    drawn = seeds.numpy_rng(config.seed, "groups").permutation(left)
-    parts = iter(np.split(drawn, np.cumsum(counts)[:-1]))
-    return [np.sort(part) if own is None else np.array(sorted(own)) for own, part in zip(named, parts, strict=True)]
-
-
-def _numbers(listed: Sequence[int | str], names: Sequence[str]) -> list[int]:
-    found = []
-    for client in listed:
-        if isinstance(client, str) and client not in names:
-            raise unknown("client in group", client, names)
-        if isinstance(client, int) and not client < len(names):
-            raise SettingError(f"group: clients are 0 to {len(names) - 1}, and {client} is named")
-        found.append(names.index(client) if isinstance(client, str) else client)
-    return found
+def as_member(task: Task, config: Config, number: int, federation: Federation, method: Method) -> Task:
+    """The task of a client with its own network, as that of its group: it knows other groups' if the method asks."""
+    tables, names = config.each_group(), group_names(config)
+    own = task.named(names[number])
+    if any(part.needs_other_networks for part in method.parts()):
+        others = [i for i in range(len(tables)) if i != number]
+        tasks = {i: with_network(task, group_config(config, tables[i]), federation, method) for i in others}
+        own.beside(tuple(tasks[i].named(names[i]) for i in others))
+    return own
 
 
 def _check(method: Method, groups: Sequence[Group]) -> None:
@@ -162,7 +113,7 @@ def _check(method: Method, groups: Sequence[Group]) -> None:
         )
     for group in groups:
         method.check(group.task)
-    if needed not in ("one", "group", "teach"):
+    if needed != "one" and not method.model_per_group:
         wires = [method.wire(group.task) for group in groups]
         if any(wire != wires[0] for wire in wires):
             raise SettingError(

@@ -12,13 +12,12 @@ import torch
 from fedstill.attacks.attack import Attack, plan
 from fedstill.building.config import Config
 from fedstill.building.data import data_notes, divide, encoder_of, load_data, standardise, wanted_size
-from fedstill.building.groups import Group, first_network, make_groups
+from fedstill.building.groups import Group, first_network, group_config, make_groups
 from fedstill.building.privacy import check_noise, with_noise
 from fedstill.building.task import Network, make_task
 from fedstill.building.topology import (
     Hierarchy,
     arrange,
-    assign,
     check_attendance,
     check_labels,
     cohort_size,
@@ -62,6 +61,11 @@ class Setup:
             found[group.clients] = group.number
         return [int(number) for number in found]
 
+    @property
+    def client_groups(self) -> list[str]:
+        """The name of each client's group; nothing where all have one network."""
+        return [self.groups[number].name for number in self.group_of] if self.groups else []
+
     def pool(self) -> Samples | None:
         """The samples that the server itself holds."""
         index = torch.from_numpy(self.federation.pool_index)
@@ -102,8 +106,7 @@ def prepare(
     if models and not isinstance(models[0], str):
         model = models[0]
     task = make_task(first_network(config), federation, method, model, proxy)
-    dealt = assign(config, federation.clients) if config.regional_networks else None
-    groups = make_groups(config, task, federation, method, models, dealt)
+    groups = make_groups(config, task, federation, method, models)
     (method if config.flat else method.regional()).check(task)
     check_labels(config.method, method, federation)
     hierarchy = arrange(config, task, federation, method, groups)
@@ -208,9 +211,10 @@ def check_secure(config: Config, trained: Sequence[tuple[Task, Method]]) -> None
 def largest_answer(config: Config, federation: Federation) -> int:
     """Bytes of the tensors that a client sends at most."""
     method = registry.make(config.method, config.hyper)
-    task = make_task(config, federation, method)
+    networks = [group_config(config, own) for own in config.each_group()] or [config]
     inside = [regional_method(own, config, method) for own in config.each_region()] or [method]
-    wires = [each.wire(task) for each in (method, *inside)]
+    tasks = [make_task(network, federation, method) for network in networks]
+    wires = [each.wire(task) for task in tasks for each in (method, *inside)]
     if config.secure_aggregation:
         return max(masked_bytes(wire.up) for wire in wires)
     return max(sum(part.nbytes for part in parts.values()) for wire in wires for parts in (wire.up, wire.last))

@@ -13,12 +13,12 @@ import numpy as np
 
 from fedstill.building.config import Config, RegionSettings
 from fedstill.building.groups import Group
+from fedstill.building.members import assign
 from fedstill.building.task import local_training
 from fedstill.core import seeds
 from fedstill.core.arrays import IntArray
 from fedstill.core.errors import SettingError
 from fedstill.data.federation import Federation
-from fedstill.data.partition import regions
 from fedstill.methods import registry
 from fedstill.methods.base import Method
 from fedstill.train.task import Task
@@ -83,27 +83,6 @@ class Hierarchy:
         return list(zip(regions, members, strict=True))
 
 
-def assign(config: Config, clients: int) -> list[IntArray]:
-    """The clients of each region at the start: those it names, or as many as it asks for, drawn at random."""
-    tables = config.each_region()
-    named = [t.clients for t in tables if isinstance(t.clients, list)]
-    if named and len(named) < len(tables):
-        raise SettingError("region: either all regions list their clients, or none does")
-    if named:
-        everyone = sorted(k for listed in named for k in listed)
-        if everyone != list(range(clients)):
-            raise SettingError(f"region: the lists of clients must name each of 0 to {clients - 1} exactly once")
-        return [np.array(listed, np.int64) for listed in named]
-    counts = [t.clients for t in tables if isinstance(t.clients, int)]
-    rng = seeds.numpy_rng(config.seed, "regions", 0)
-    if not any(counts):
-        owner = regions(clients, len(tables), rng)
-        return [np.flatnonzero(owner == r) for r in range(len(tables))]
-    if not all(counts) or sum(counts) != clients:
-        raise SettingError(f"region: the regions ask for {counts} clients, and there are {clients} in all")
-    return [np.sort(part) for part in np.split(rng.permutation(clients), np.cumsum(counts)[:-1])]
-
-
 def with_data(sizes: IntArray, members: IntArray) -> IntArray:
     """The members that can take part."""
     return members[sizes[members] > 0]
@@ -140,7 +119,7 @@ def arrange(
     tables = config.region
     if tables and config.regions != len(tables):
         raise SettingError(f"regions = {config.regions}, but there are {len(tables)} [[region]] tables")
-    each_has_a_model = len(groups) > 1 and method.networks in ("group", "teach")
+    each_has_a_model = len(groups) > 1 and method.model_per_group
     if config.save_models and each_has_a_model:
         raise SettingError("save_models keeps one model, and there is one for each group; leave it out")
     if each_has_a_model and config.flat:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,29 @@ FINISH = "Finish"  # the kind of the request
 _MOST_SECONDS = 120.0  # that a site may take to test and write the model
 
 
-def deliver(link: SiteLink, registry: SiteRegistry, models: Mapping[str, Tensor], *, timeout: float) -> None:
-    """Send the first of the models to every site that is connected. Whoever does not get it is named; no run fails."""
-    name, model = next(iter(models.items()), ("", None))
-    down = {} if model is None else {"model": model.cpu()}
-    seconds = min(timeout, _MOST_SECONDS)
+def deliver(
+    link: SiteLink,
+    registry: SiteRegistry,
+    models: Mapping[str, Tensor],
+    groups: Sequence[str] = (),
+    *,
+    timeout: float,
+) -> None:
+    """Send the first of the models to every site that is connected, or that of its client's group.
+
+    `groups`: the name of each client's. Whoever does not get it is named; no run fails.
+    """
+    first, seconds = next(iter(models), ""), min(timeout, _MOST_SECONDS)
+    downs = {name: {"model": model.cpu()} for name, model in models.items()}
+
+    def request(site: str) -> Tree:
+        name = groups[int(registry.clients[site][0])] if groups else first
+        return registry.request(site, {"kind": FINISH, "model": name}, downs.get(name, {}), seconds)
+
     try:
         connected = link.present()
         requests = {
-            site: registry.request(site, {"kind": FINISH, "model": name}, down, seconds)
+            site: request(site)
             for site in registry.clients
             if site in connected and site not in registry.missing  # who could not take part is not asked again
         }

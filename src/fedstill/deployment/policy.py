@@ -121,7 +121,7 @@ def check_settings(policy: Policy, config: Config) -> None:
         _check_limit(name, value, most)
     _check_limit("number of models", len(config.models) + len(config.group), 1000)
     settings = [config.hyper, config.model_options, *(table.hyper for table in tables)]
-    settings += [group.model_options for group in config.group]
+    settings += [group.model_options for group in config.each_group()]
     for name, value in [pair for table in settings for pair in _numbers(table)]:
         _check_limit(name, abs(value), policy.max_setting)
 
@@ -155,7 +155,7 @@ def check_run(policy: Policy, run: Mapping[str, Any]) -> None:
         _check_limit(name, run[name], most)
     lists: dict[str, tuple[type | tuple[type, ...], int]] = {
         "classes": (str, 100_000), "mean": ((int, float), 4096), "std": ((int, float), 4096), "shape": (int, 8),
-        "steps": (int, policy.max_clients), "frozen": (str, 1), ROLLBACKS: (int, 10_000),
+        "steps": (int, policy.max_clients), "frozen": (str, 1000), ROLLBACKS: (int, 10_000),
         "class_weight": ((int, float), 100_000),
     }  # fmt: skip
     for name, (kind, most) in lists.items():

@@ -17,10 +17,11 @@ from torch import Tensor
 from fedstill.attacks.attack import Attack
 from fedstill.building.config import Config, anchored
 from fedstill.building.data import dataset_in, load_data, undivided
+from fedstill.building.members import assign
 from fedstill.building.privacy import with_noise
 from fedstill.building.setup import Setup, largest_answer
 from fedstill.building.task import local_training, make_task
-from fedstill.building.topology import Hierarchy, Region, assign, regional_method
+from fedstill.building.topology import Hierarchy, Region, regional_method
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.files import write_sealed_json
 from fedstill.core.reports import Code, Refusal, Step, during
@@ -241,6 +242,7 @@ class _RegionRun:
             raise SettingError("the server's run has no regions; sites join it with 'fedstill join'")
         everywhere = assign(config, config.clients)
         self._number = next(n for n, members in enumerate(everywhere) if run_info["client"] in members)
+        config = server.inputs.network(config, self._number if config.regional_networks else None)
         self._members = np.sort(everywhere[self._number])
         names = server.names(len(self._members))
         if len(self._members) != len(names):
@@ -317,7 +319,7 @@ class _RegionRun:
         if not self._registry.reported_sites:
             self.sample_counts()
         own: Source = "validation" if source == "validation" else "local"
-        tests = self._sites.local_tests(down, own)
+        tests = self._sites.local_tests([(None, down)], own)
         claimed, counted = self._registry.tests, self._registry.federation.test_sizes
         if own == "validation" and (held := self._registry.federation.validation):
             claimed, counted = self._registry.held_out, held.sizes

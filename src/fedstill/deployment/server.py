@@ -6,22 +6,22 @@ started again goes on where the others are.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from fedstill.building.config import Config, anchored, fixed
 from fedstill.building.data import dataset_in, declared, is_declared, load_data, undivided
-from fedstill.building.groups import numbered
+from fedstill.building.members import assign, numbered
 from fedstill.building.setup import Setup, prepare
 from fedstill.building.task import balanced_weights
-from fedstill.building.topology import assign
 from fedstill.core.arrays import IntArray
 from fedstill.core.device import find
 from fedstill.core.errors import FedstillError, SettingError
@@ -134,14 +134,23 @@ class SiteEngine(Engine):
         elif requests and self._masked is not None:
             first = requests[0]
             assert isinstance(first, Train)  # methods with more requests are refused under masks
-            exchange = partial(self._exchange, first, down)
+            exchange = partial(self._exchange, first, lambda client: down)
             yield from MaskedRound(exchange, self._masked(first.region), self._least).run(
                 [request for request in requests if isinstance(request, Train)]
             )
         elif requests:  # a server without data has no test samples to score
-            yield from self._clients(requests, down)
+            yield from self._clients(requests, lambda client: down)
 
-    def _clients(self, requests: Sequence[Any], down: Message) -> Iterator[Tree]:
+    def run_all(self, broadcasts: Sequence[tuple[Sequence[Request], Message]]) -> list[Iterator[Tree]]:
+        """All at once: sites are not to wait for those of another group or region."""
+        if len(broadcasts) == 1 or self._masked is not None:
+            return super().run_all(broadcasts)
+        requests: list[Any] = [request for some, _ in broadcasts for request in some]
+        down = {request.client: down for some, down in broadcasts for request in cast(Sequence[Train], some)}
+        answers = self._clients(requests, down.__getitem__)
+        return [itertools.islice(answers, len(some)) for some, _ in broadcasts]
+
+    def _clients(self, requests: Sequence[Any], down: Callable[[int], Message]) -> Iterator[Tree]:
         first = requests[0]
         bodies = {request.client: request_fields(request) for request in requests}
         arriving = self._exchange(first, down, bodies, kind_of(first), self._least, trains=True)
@@ -153,7 +162,13 @@ class SiteEngine(Engine):
             yield answers.pop(client)
 
     def _exchange(
-        self, first: Any, down: Message, bodies: Mapping[int, Tree], kind: str, least: int, trains: bool
+        self,
+        first: Any,
+        down: Callable[[int], Message],
+        bodies: Mapping[int, Tree],
+        kind: str,
+        least: int,
+        trains: bool,
     ) -> Iterator[tuple[int, Any]]:
         """Each client's answer to its request as it comes, in the round of this `first` request to train.
 
@@ -164,8 +179,8 @@ class SiteEngine(Engine):
             site = self._registry.site_of(client)
             clients[site] = client
             fields = body | ({"state": 0} if trains and site in self._anew else {})
-            by_site[site] = self._registry.request(site, fields, down if trains else {}, self._timeout)
-        name = f"{self._registry.series} {kind} {first.round} {getattr(first, 'region', 0)}" if trains else None
+            by_site[site] = self._registry.request(site, fields, down(client) if trains else {}, self._timeout)
+        name = f"{self._registry.series} {kind} {first.round}" if trains else None
         deadline = RequestDeadline(self._times, kind.split(maxsplit=1)[0], by_site, least=least)
         arriving = self._link.send_requests(by_site, timeout=self._timeout, name=name, until=deadline.moment)
         for site, answer in deadline.watch(arriving):
@@ -176,7 +191,9 @@ class SiteEngine(Engine):
                     self._anew.discard(site)
             yield clients[site], answer
 
-    def local_tests(self, down: Message, source: Source = "local") -> dict[int, LocalTest]:
+    def local_tests(
+        self, broadcasts: Sequence[tuple[IntArray | None, Message]], source: Source = "local"
+    ) -> dict[int, LocalTest]:
         counts, claimed = self._registry.federation.test_sizes, self._registry.tests
         if source == "validation":
             held = self._registry.federation.validation
@@ -186,7 +203,12 @@ class SiteEngine(Engine):
         connected = self._link.present()
         if away := sorted(clients_of.keys() - connected):
             log.warning("left out of this evaluation, because they are not connected: %s", ", ".join(away))
-        requests = {name: self._registry.request(name, body, down) for name in clients_of if name in connected}
+        requests = {
+            name: self._registry.request(name, body, down)
+            for members, down in broadcasts
+            for name, clients in clients_of.items()
+            if name in connected and (members is None or clients[0] in members)
+        }
         found: dict[int, LocalTest] = {}
         deadline = RequestDeadline(self._times, "Score", requests, least=1)
         answers = self._link.send_requests(requests, timeout=self._timeout, until=deadline.moment) if requests else ()
@@ -282,7 +304,7 @@ def serve(
         if not regional:
             write_sealed_json(directory.path / files.SERVED, directory.served_run() | {"sites": names})
             clients = {name: np.array([k]) for k, name in enumerate(names)}
-        frozen: list[str] = []  # the digest of the frozen part of the network, where there is one
+        frozen: list[str] = []  # the digest of each network's frozen part, where there is one
         steps: list[int] = []  # of an epoch in each region, once the sites have reported their numbers of samples
         weights: list[float] = []  # of each class, likewise
 
@@ -341,7 +363,7 @@ def serve(
     except BaseException:
         directory.release()
         raise
-    frozen += filter(None, [frozen_digest(setup.task.build().module)])
+    frozen += _frozen_digests(setup)
     steps += [region.task.local.steps_per_epoch for region in setup.hierarchy.regions]
     weights += _class_weight(directory, setup, registry)
     loop_class, least = (EpisodeLoop, 1) if regional else (RoundLoop, fewest_answers(config, setup.method))
@@ -356,8 +378,21 @@ def serve(
         callbacks,
         engine,
         loop_class=loop_class,
-        at_end=lambda loop: deliver(link, registry, loop.models(), timeout=terms.timeout),
+        at_end=lambda loop: deliver(
+            link,
+            registry,
+            loop.final_models(),
+            setup.client_groups if setup.hierarchy.separate else (),
+            timeout=terms.timeout,
+        ),
     )
+
+
+def _frozen_digests(setup: Setup) -> list[str]:
+    """What tells each network's frozen part from others; nothing where there is none."""
+    tasks = [group.task for group in setup.groups] or [setup.task]
+    digests = [frozen_digest(task.build().module) for task in tasks]
+    return digests if any(digests) else []
 
 
 def _declared(setup: Setup) -> Callable[[int], Mapping[str, Part]] | None:
@@ -423,11 +458,6 @@ def _check(config: Config, *, regional: bool) -> None:
     find(config.device)
     if regional and (config.target or config.columns) and not is_declared(config):
         raise SettingError("columns: of tables in regions, all must be declared, as 'fedstill columns' does")
-    if config.each_group() and methods.make(config.method, config.hyper).networks in ("group", "teach"):
-        raise SettingError(
-            f"models: over a network {config.method} needs one network, as sites send its weights; with different ones "
-            "work local, fedproto, fedtgp, feddistill, fml, fedkd and lg-fedavg"
-        )
     if config.attack:
         raise SettingError("attack: sites that attack can be simulated on one machine, with 'fedstill run'")
     if not config.fixed_regions or config.late_clients or any(r.joins > 1 or r.leaves for r in config.region):

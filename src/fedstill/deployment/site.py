@@ -19,7 +19,7 @@ import torch
 
 from fedstill.building.config import Config, resolve
 from fedstill.building.data import dataset_of, divide, load_data, wanted_size
-from fedstill.building.groups import own_network
+from fedstill.building.groups import as_member, group_config, own_group
 from fedstill.building.privacy import check_noise
 from fedstill.building.setup import check_secure
 from fedstill.building.task import local_training, make_task
@@ -57,7 +57,7 @@ from fedstill.deployment.protocol import (
 )
 from fedstill.engine.worker import FinalExchange, Request, Score, Source, Train, Worker, request_from
 from fedstill.methods import registry
-from fedstill.methods.base import Method, misfit
+from fedstill.methods.base import Method, Part, misfit
 from fedstill.methods.kinds import Kind
 from fedstill.metrics.scores import COUNTED, FUNCTIONS, ClassCounts
 from fedstill.models.base import frozen_digest
@@ -104,18 +104,26 @@ class LocalInputs:
         self._name_encoder(settings)
         settings |= {"text_column": self.text_column, "label_column": self.label_column}
         settings |= {} if settings.get("target") else {"client_column": ""}
-        config = resolve(settings, {"data_dir": self.data_dir, "device": self.device})
-        self._check_groups(config)
-        return config
+        return resolve(settings, {"data_dir": self.data_dir, "device": self.device})
 
-    def _check_groups(self, config: Config) -> None:
-        """Refuse what is no name among the networks that are dealt, unless the site has its own."""
-        for group in () if self.model else config.each_group():
-            if ":" in group.model or group.model == "distilbert":
-                raise Refusal(
-                    Code.FILE_NAMED,
-                    f"the run deals a network that is a file, or pretrained, {group.model}; give yours to the site",
-                )
+    def network(self, config: Config, group: int | None) -> Config:
+        """The settings with the network here: the one that its group has, or its own.
+
+        Its own has the group's options where the weights are the group's, else those of the run.
+        """
+        if group is None:
+            return config
+        dealt = group_config(config, config.each_group()[group])
+        if not self.model and _is_a_file(dealt.model):
+            raise Refusal(
+                Code.FILE_NAMED,
+                f"the run deals a network that is a file, or pretrained, {dealt.model}; give yours to the site",
+            )
+        if not self.model:
+            return dealt
+        shared = registry.make(config.method, config.hyper).model_per_group
+        options = dealt.model_options if shared else config.model_options
+        return dealt.model_copy(update={"model": self.model, "model_options": options})
 
     def _name_encoder(self, settings: dict[str, Any]) -> None:
         options = settings.get("model_options", {})
@@ -204,7 +212,7 @@ class Site:
 
     def _finish(self, worker: Worker, config: Config, run: RunInfo, name: Any, down: Tree) -> Tree:
         with during(Step.FINAL), one_thread(), on(self._device):
-            config = self._own_network(config, run)
+            config = self._inputs.network(config, own_group(config, run["client"], run["clients"]))
             self._finished(keep_model(self._directory, worker, config, run["client"], name, down))
         return {"received": True}
 
@@ -224,6 +232,9 @@ class Site:
         if isinstance(request, Score):
             if private:
                 raise Refusal(Code.NOT_ALLOWED, "how well models do on this site's tests is denied by its policy")
+            with during(Step.REQUEST):
+                if problem := misfit(down, {"model": Part((worker.task.size,), "a model", worker.task.dtype)}):
+                    raise Refusal(Code.BAD_REQUEST, f"the model to test is not of the network here: {problem}")
             with during(Step.SCORE), one_thread(), on(self._device):
                 return self._tested(worker, down, config, request.source)
         task, method = _trained_with(worker, request)
@@ -319,15 +330,8 @@ class Site:
             elif found.table:
                 raise DataError("these data are a table, and the run is about none")
             federation = self._federation(config, run, found)
-            config = self._own_network(config, run)
             method = registry.make(config.method, config.hyper)
-            policies.check_network(self._policy, config, federation.dataset, method)
-            with self._fetching(own=bool(self._inputs.pretrained) and not config.proxy):
-                task = make_task(config, federation, method)
-            if run["frozen"] and run["frozen"] != [frozen_digest(task.build().module)]:
-                raise SettingError(
-                    "the frozen part of the network is not the server's: another pretrained encoder is meant"
-                )
+            config, task = self._task(run, config, federation, method)
             regional = self._regional(config, run, task, method, federation)
             # What is asked for: in each region by its method, and after the last round by the run's.
             asked = (
@@ -354,9 +358,32 @@ class Site:
         store = Store(self._directory / STATE / run_number(run), run=run_number(run), earlier=True)
         return Worker(task, federation, method, store, tuple(inside for _, inside in regional), simulated=False)
 
-    def _own_network(self, config: Config, run: RunInfo) -> Config:
-        """The settings with this site's network: its own, or the one that it is dealt."""
-        return config if self._inputs.model else own_network(config, run["client"], run["clients"])
+    def _task(self, run: RunInfo, config: Config, federation: Federation, method: Method) -> tuple[Config, Task]:
+        """What is trained here, and the settings with the network that this is."""
+        number = own_group(config, run["client"], run["clients"])
+        own = self._inputs.network(config, number)
+        policies.check_network(self._policy, own, federation.dataset, method)
+        with self._fetching(own=bool(self._inputs.pretrained) and not config.proxy):
+            task = make_task(own, federation, method)
+        if number is None or method.model_per_group:
+            _check_frozen(run, number or 0, task)
+        if number is not None and config.flat and method.model_per_group:
+            self._check_other_networks(config, method, federation.dataset)
+            task = as_member(task, config, number, federation, method)
+        return own, task
+
+    def _check_other_networks(self, config: Config, method: Method, dataset: Dataset) -> None:
+        """Refuse other groups' networks that are a server's file, or too large, where clients work with them."""
+        if not any(part.needs_other_networks for part in method.parts()):
+            return
+        for own in config.each_group():
+            if _is_a_file(own.model) and own.model != self._inputs.model:
+                raise Refusal(
+                    Code.FILE_NAMED,
+                    f"{config.method} has every site work with all groups' networks, and {own.model} is a file; "
+                    "across=false does without",
+                )
+            policies.check_network(self._policy, group_config(config, own), dataset, method)
 
     def _fetching(self, *, own: bool) -> AbstractContextManager[None]:
         """What a server names is not fetched from the network, unless the policy says so."""
@@ -401,6 +428,17 @@ class Site:
         return replace(alone, validation=HeldOut(own, later * len(own), np.zeros(0, np.int64)))
 
 
+def _is_a_file(model: str) -> bool:
+    """Whether a network is no name of one, but somebody's file, or an encoder in somebody's folder."""
+    return ":" in model or model == "distilbert"
+
+
+def _check_frozen(run: RunInfo, group: int, task: Task) -> None:
+    """Refuse another encoder than the server's: the rest of the network would not fit it."""
+    if run["frozen"] and run["frozen"][group : group + 1] != [frozen_digest(task.build().module)]:
+        raise SettingError("the frozen part of the network is not the server's: another pretrained encoder is meant")
+
+
 def _class_weight(run: RunInfo) -> tuple[float, ...]:
     """How much each class counts in the run; `check_run` has looked at it."""
     return tuple(map(float, run.get("class_weight", [])))
@@ -439,7 +477,7 @@ def _request(body: Any, run: Mapping[str, Any], config: Config) -> Request:
     request = request_from(body)
     if isinstance(request, Score):
         return request
-    regions = 1 if config.flat else len(config.region) or config.regions
+    regions = len(config.each_group()) or 1 if config.flat else len(config.region) or config.regions
     region = getattr(request, "region", 0)
     numbers = all(type(number) is int for number in (request.client, request.round, region, request.state))
     if not numbers or request.client != run["client"] or not 1 <= request.round <= 10**9 or not 0 <= region < regions:

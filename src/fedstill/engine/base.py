@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from fedstill.core import device, tree
+from fedstill.core.arrays import IntArray
 from fedstill.core.tree import Message, Tree
 from fedstill.engine.worker import Request, Source, Worker
 from fedstill.metrics.scores import ClassCounts
@@ -36,6 +37,10 @@ class Engine(ABC):
     def run(self, requests: Sequence[Request], down: Message) -> Iterator[Tree]:
         """Answers in the order of the requests, whatever the order in which they were worked out."""
 
+    def run_all(self, broadcasts: Sequence[tuple[Sequence[Request], Message]]) -> list[Iterator[Tree]]:
+        """Several broadcasts, each to clients of its own: the answers to each, to be read one after the other."""
+        return [self.run(requests, down) for requests, down in broadcasts]
+
     def poll_newcomers(self) -> bool:
         """Before a round: let clients in that were not there; whether the numbers of samples changed."""
         return False
@@ -44,8 +49,13 @@ class Engine(ABC):
         """Clients that cannot be reached at present."""
         return set()
 
-    def local_tests(self, down: Message, source: Source = "local") -> dict[int, LocalTest] | None:
-        """How a model does on the tests (or validation) of each client that answers; None: they are scored here."""
+    def local_tests(
+        self, broadcasts: Sequence[tuple[IntArray | None, Message]], source: Source = "local"
+    ) -> dict[int, LocalTest] | None:
+        """How models do on the tests (or validation) of each client that answers; None: they are scored here.
+
+        Each broadcast is to the clients that it names, or to all.
+        """
         return None
 
     @property

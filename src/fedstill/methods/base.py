@@ -266,6 +266,16 @@ class Method:
         """What it needs of the networks, where clients have different ones."""
         return "group"
 
+    @property
+    def model_per_group(self) -> bool:
+        """Whether there is a model for each network, where clients have different ones: weights cross."""
+        return self.networks in ("group", "teach")
+
+    @property
+    def needs_other_networks(self) -> bool:
+        """Whether a client works with the networks of other groups too."""
+        return False
+
     def check(self, task: Task) -> None:
         """Refuse, with a SettingError, a task that the method cannot do."""
 

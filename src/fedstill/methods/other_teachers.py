@@ -33,6 +33,10 @@ class AcrossGroups(FedAvg):
     def networks(self) -> Networks:
         return "teach" if self.across else "group"
 
+    @property
+    def needs_other_networks(self) -> bool:
+        return self.across
+
     def group_teacher(self, server: Server) -> Tensor:
         """What a group teaches the others after a round; the model that the run is for, unless a method says else."""
         return next(iter(self.models(server).values()))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstill.building.groups import Group
 from fedstill.core.arrays import IntArray
 from fedstill.data.federation import Federation
 from fedstill.data.held_out import HeldOut
@@ -81,7 +80,7 @@ def evaluate(
     send counts.
     """
     test, classes = federation.dataset.test, len(federation.dataset.classes)
-    loss, on_test = _outcomes(engine, model, "test", test.y.numpy(), metrics, classes)
+    loss, on_test = outcomes_of(engine, model, "test", test.y.numpy(), metrics, classes)
     predicted = on_test.predicted
     confusion = confusion_matrix(on_test.labels, predicted, classes)
     table = scores.on_one_set(on_test, classes, metrics)
@@ -91,12 +90,12 @@ def evaluate(
     untested: tuple[int, ...] = ()
     if federation.test_source == "test":
         own: Outcomes | None = on_test.take(federation.test_index)
-    elif (found := engine.local_tests({"model": model}) if ask else {}) is not None:
-        own, (fair, untested) = None, _fairness_of_those_tested(found, federation.test_sizes)
-        table |= _metrics_of_those_tested(found, named)
+    elif (found := engine.local_tests([(None, {"model": model})]) if ask else {}) is not None:
+        own, (fair, untested) = None, fairness_of_those_tested(found, federation.test_sizes)
+        table |= metrics_of_those_tested(found, named)
     else:
         labels = federation.test_split.y.numpy()[federation.test_index]
-        _, own = _outcomes(engine, model, "local", labels, metrics, classes)
+        _, own = outcomes_of(engine, model, "local", labels, metrics, classes)
     if own is not None:
         fair = fairness(own.predicted == own.labels, federation.test_offsets)
         table |= scores.over_clients(own, federation.test_offsets, classes, metrics)
@@ -105,9 +104,9 @@ def evaluate(
         validation, on_validation = _validate(engine, federation, federation.validation, model, metrics, named)
         table |= on_validation
     return Evaluation(
-        accuracy=_share(sum(hits), sum(counts)),
+        accuracy=share(sum(hits), sum(counts)),
         loss=float(loss.mean(dtype=np.float64)) if len(loss) else math.nan,
-        per_class=[_share(h, n) for h, n in zip(hits, counts, strict=True)],
+        per_class=[share(h, n) for h, n in zip(hits, counts, strict=True)],
         confusion=confusion,
         fair=fair,
         metrics=table,
@@ -116,108 +115,8 @@ def evaluate(
     )
 
 
-def evaluate_groups(
-    engine: Engine, federation: Federation, models: Sequence[tuple[Group, Tensor]], metrics: Sequence[Metric] = ()
-) -> tuple[Evaluation, dict[str, Evaluation]]:
-    """Score every group's model on the global test set and on the tests of its own clients; all together, and each.
-
-    Of all together, what is measured on one set of samples is the mean over the clients of their group's number.
-    """
-    test, classes = federation.dataset.test, len(federation.dataset.classes)
-    offsets, index = federation.test_offsets, federation.test_index
-    labels = (test if federation.test_source == "test" else federation.test_split).y.numpy()[index]
-    predicted = np.zeros(len(index), np.int64)
-    likely = np.zeros((len(index), classes)) if metrics else None
-    held = federation.validation
-    validated = np.zeros(0 if held is None else len(held.index), bool)  # which of the clients' samples were right
-    each: dict[str, Evaluation] = {}
-    for group, model in models:
-        loss, on_test = _outcomes(engine, model, "test", test.y.numpy(), metrics, classes, group.number)
-        bounds = [(int(offsets[k]), int(offsets[k + 1])) for k in group.clients]
-        places = np.concatenate([np.arange(start, stop) for start, stop in bounds])
-        if federation.test_source == "test":
-            own = on_test.take(index[places])
-        else:
-            own = _outcomes(engine, model, "local", labels[places], metrics, classes, group.number, bounds)[1]
-        predicted[places] = own.predicted
-        if likely is not None:
-            likely[places] = own.probabilities
-        own_offsets = np.concatenate([[0], np.cumsum([stop - start for start, stop in bounds])])
-        table = scores.on_one_set(on_test, classes, metrics) | scores.over_clients(own, own_offsets, classes, metrics)
-        found = _evaluation(loss, confusion_matrix(on_test.labels, on_test.predicted, classes), own, own_offsets, table)
-        if held is not None:
-            validation, on_validation, right = _validate_group(engine, federation, held, group, model, metrics)
-            found = replace(found, validation=validation, metrics=table | on_validation)
-            for k in group.clients:
-                validated[held.offsets[k] : held.offsets[k + 1]] = right[k]
-        each[group.name] = found
-    weights = [len(group.clients) / federation.clients for group, _ in models]
-    evaluations = list(each.values())
-
-    def mean(numbers: Sequence[float]) -> float:
-        known = [(weight, number) for weight, number in zip(weights, numbers, strict=True) if not math.isnan(number)]
-        return float(np.average([n for _, n in known], weights=[w for w, _ in known])) if known else math.nan
-
-    table = scores.over_clients(everyone := Outcomes(labels, predicted, likely), offsets, classes, metrics)
-    first = evaluations[0].metrics
-    shared = {name: mean([e.metrics.values[name] for e in evaluations]) for name in first.values}
-    validation = Scores()
-    if held is not None:
-        validation = _validation(
-            mean([e.validation["val_accuracy"] for e in evaluations]),
-            mean([e.validation["val_loss"] for e in evaluations]),
-            fairness(validated, held.offsets),
-        )
-    whole = Evaluation(
-        accuracy=mean([e.accuracy for e in evaluations]),
-        loss=mean([e.loss for e in evaluations]),
-        per_class=[mean(shares) for shares in zip(*(e.per_class for e in evaluations), strict=True)],
-        confusion=np.sum([e.confusion for e in evaluations], axis=0),
-        fair=fairness(everyone.predicted == everyone.labels, offsets),
-        metrics=Table(shared, first.reasons) | table,
-        validation=validation,
-    )
-    return whole, each
-
-
-def _validate_group(
-    engine: Engine,
-    federation: Federation,
-    held: HeldOut,
-    group: Group,
-    model: Tensor,
-    metrics: Sequence[Metric],
-) -> tuple[Scores, Table, dict[int, NDArray[np.bool_]]]:
-    """How a group's model does on what its own clients and the server hold out; which of each client's are right."""
-    classes, samples = len(federation.dataset.classes), held.samples
-    bounds = [(int(held.offsets[k]), int(held.offsets[k + 1])) for k in group.clients]
-    offsets = np.concatenate([[0], np.cumsum([stop - start for start, stop in bounds])])
-    bounds.append((len(held.index), len(samples)))
-    labels = np.concatenate([federation.dataset.train.y.numpy()[samples[start:stop]] for start, stop in bounds])
-    loss, here = _outcomes(engine, model, "validation", labels, metrics, classes, group.number, bounds)
-    right = here.predicted == here.labels
-    table = Table({f"val_{k}": v for k, v in scores.on_one_set(here, classes, metrics).values.items()})
-    mean_loss = float(loss.mean(dtype=np.float64)) if len(loss) else math.nan
-    found = _validation(_share(int(right.sum()), len(right)), mean_loss, fairness(right[: offsets[-1]], offsets))
-    return found, table, {k: right[a:b] for k, a, b in zip(group.clients.tolist(), offsets, offsets[1:], strict=False)}
-
-
-def _validation(accuracy: float, loss: float, fair: Fairness) -> Scores:
+def validation_scores(accuracy: float, loss: float, fair: Fairness) -> Scores:
     return {"val_accuracy": accuracy, "val_loss": loss, "val_amp": fair.amp, "val_fm": fair.fm, "val_wlp": fair.wlp}
-
-
-def _evaluation(
-    loss: NDArray[np.float32], confusion: IntArray, own: Outcomes, offsets: IntArray, table: Table
-) -> Evaluation:
-    hits, counts = confusion.diagonal().tolist(), confusion.sum(1).tolist()
-    return Evaluation(
-        accuracy=_share(sum(hits), sum(counts)),
-        loss=float(loss.mean(dtype=np.float64)) if len(loss) else math.nan,
-        per_class=[_share(h, n) for h, n in zip(hits, counts, strict=True)],
-        confusion=confusion,
-        fair=fairness(own.predicted == own.labels, offsets),
-        metrics=table,
-    )
 
 
 def _validate(
@@ -230,22 +129,22 @@ def _validate(
 ) -> tuple[Scores, Table]:
     """How a model does on the samples that are held out: all of them together, and over the clients."""
     classes, labels = len(federation.dataset.classes), federation.dataset.train.y.numpy()[held.samples]
-    loss, here = _outcomes(engine, model, "validation", labels, metrics, classes)
+    loss, here = outcomes_of(engine, model, "validation", labels, metrics, classes)
     right, table = here.predicted == here.labels, Table()
-    found = engine.local_tests({"model": model}, "validation")
+    found = engine.local_tests([(None, {"model": model})], "validation")
     if found is None:
         fair = fairness(right[: len(held.index)], held.offsets)
-        everywhere = _share(int(right.sum()), len(right))
+        everywhere = share(int(right.sum()), len(right))
         mean_loss = float(loss.mean(dtype=np.float64)) if len(loss) else math.nan
         table = Table({f"val_{k}": v for k, v in scores.on_one_set(here, classes, metrics).values.items()})
     else:  # sites send counts; the server's own samples are here
-        fair, _ = _fairness_of_those_tested(found, held.sizes)
+        fair, _ = fairness_of_those_tested(found, held.sizes)
         heard = sum(int(held.sizes[client]) for client in found)
-        everywhere = _share(int(right.sum()) + sum(test.hits for test in found.values()), len(right) + heard)
+        everywhere = share(int(right.sum()) + sum(test.hits for test in found.values()), len(right) + heard)
         mean_loss, table = math.nan, Table(reasons={"val_loss": "sites send counts, never losses"})
-        pooled = _metrics_of_those_tested(found, named).values
+        pooled = metrics_of_those_tested(found, named).values
         table.values |= {f"val_{name}": pooled[f"pooled_{name}"] for name in named if f"pooled_{name}" in pooled}
-    return _validation(everywhere, mean_loss, fair), table
+    return validation_scores(everywhere, mean_loss, fair), table
 
 
 def tested(engine: Engine, federation: Federation, model: Tensor, region: int) -> tuple[float, IntArray]:
@@ -253,10 +152,10 @@ def tested(engine: Engine, federation: Federation, model: Tensor, region: int) -
     test = federation.dataset.test
     predicted = _score(engine, model, "test", [(0, len(test.y))], region=region)["predicted"]
     confusion = confusion_matrix(test.y.numpy(), predicted.numpy(), len(federation.dataset.classes))
-    return _share(int(confusion.trace()), int(confusion.sum())), confusion
+    return share(int(confusion.trace()), int(confusion.sum())), confusion
 
 
-def _fairness_of_those_tested(tests: dict[int, LocalTest], counts: IntArray) -> tuple[Fairness, tuple[int, ...]]:
+def fairness_of_those_tested(tests: dict[int, LocalTest], counts: IntArray) -> tuple[Fairness, tuple[int, ...]]:
     """Fairness to the clients that answered, and which did not."""
     untested = tuple(k for k in np.flatnonzero(counts).tolist() if k not in tests)
     heard = counts.copy()
@@ -265,7 +164,7 @@ def _fairness_of_those_tested(tests: dict[int, LocalTest], counts: IntArray) -> 
     return fairness_of_counts(np.array(hits, np.int64), heard), untested
 
 
-def _metrics_of_those_tested(tests: dict[int, LocalTest], named: Sequence[str]) -> Table:
+def metrics_of_those_tested(tests: dict[int, LocalTest], named: Sequence[str]) -> Table:
     """The metrics over the clients that sent counts by class; of functions of probabilities, their own values."""
     counts = {k: test.by_class for k, test in tests.items() if test.by_class is not None}
     table = scores.over_sites(counts, named)
@@ -287,7 +186,7 @@ def _metrics_of_those_tested(tests: dict[int, LocalTest], named: Sequence[str]) 
     return table
 
 
-def _outcomes(
+def outcomes_of(
     engine: Engine,
     model: Tensor,
     source: Source,
@@ -324,5 +223,5 @@ def _score(
     return {key: torch.cat([answer[key].cpu() for answer in answers]) for key in answers[0]}
 
 
-def _share(part: int, whole: int) -> float:
+def share(part: int, whole: int) -> float:
     return part / whole if whole else math.nan

@@ -30,7 +30,8 @@ from fedstill.metrics.records import BestAndFinal, RoundRecord, Scores, Summary
 from fedstill.running import files
 from fedstill.running.callbacks import Callback, Callbacks, RunView
 from fedstill.running.directory import RunDirectory, without_nan
-from fedstill.running.evaluation import Evaluation, evaluate, evaluate_groups, tested
+from fedstill.running.evaluation import Evaluation, evaluate, tested
+from fedstill.running.group_evaluation import evaluate_groups
 from fedstill.running.machine import make_engine, one_thread
 from fedstill.running.privacy import SPENT, affordable, promised
 from fedstill.running.records import NOT_EVALUATED, Tally, of_groups, of_own_models, summarise, versions
@@ -139,7 +140,7 @@ class RoundLoop(FederatedTraining):
             summary["stopped_by"] = run.stopped_by
         if run.chosen:
             summary["restored_round"] = run.chosen[0]
-        self.client_columns = write_results(setup, self.directory, self._final_models(), summary, evaluation)
+        self.client_columns = write_results(setup, self.directory, self.final_models(), summary, evaluation)
         log.info("finished")
         self.callbacks.tell("on_run_end", summary)
         self.callbacks.check()
@@ -306,7 +307,7 @@ class RoundLoop(FederatedTraining):
             for name, model in self._finite(self._models_of(group.number)).items():
                 by_name.setdefault(name, []).append((group, model))
         found = {
-            name: evaluate_groups(engine, self.setup.federation, models, self.setup.metrics)
+            name: evaluate_groups(engine, self.setup.federation, models, self.setup.metrics, self.setup.config.metrics)
             for name, models in by_name.items()
         }
         return {name: whole for name, (whole, _) in found.items()}, next(iter(found.values()))[1]
@@ -363,19 +364,20 @@ class RoundLoop(FederatedTraining):
                 raise Diverged(f"round {self.server.round}: {name} is no longer finite; a smaller rate may help")
         return models
 
-    def _final_models(self) -> dict[str, Tensor]:
+    def final_models(self) -> dict[str, Tensor]:
+        """The models that the run ends with: the first is what it is for, or each is that of a group."""
         if self.setup.hierarchy.separate:  # by the names of the groups, each the first of its own
             return {r.name: next(iter(self._models_of(r.number).values())) for r in self.setup.hierarchy.regions}
         return self.models() if self.setup.method.global_model else {}
 
     def _main_models(self) -> dict[str, Tensor]:
         """What the run is for: the first of its models, or the first of each group."""
-        models = self._final_models()
+        models = self.final_models()
         return models if self.setup.hierarchy.separate else dict(list(models.items())[:1])
 
     def predictor(self) -> Predictor | None:
         """The model with all that it needs to predict; None if the method has no global one."""
-        return predictor(self.setup, self._final_models())
+        return predictor(self.setup, self.final_models())
 
     def model(self) -> Tensor:
         """The weights of the model: what the run is for."""

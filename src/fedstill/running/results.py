@@ -35,7 +35,7 @@ def write_results(
     """Write all that a finished run has, the digests last; the columns of clients.csv."""
     federation = setup.federation
     local = evaluation.fair.local if evaluation else np.full(federation.clients, np.nan)
-    groups = [setup.groups[number].name for number in setup.group_of] if setup.groups else []
+    groups = setup.client_groups
     directory.write(files.CLIENTS, _client_rows(federation, local, groups))
     description = _described(setup, models)
     for name, model in models.items():

@@ -1,7 +1,8 @@
 """What the servers of a run know, and the training of a round, which changes it.
 
-The way of a round: `train_round` (with retries) → `train_regions` → `_train_region`, where the method's `aggregate`
-pulls the clients' updates from the engine one at a time. `loop.py` calls it, evaluates, records and keeps.
+The way of a round: `train_round` (with retries) → `train_regions` → `_open` for every region, or group → `_close` for
+each, where the method's `aggregate` pulls the clients' updates from the engine one at a time. `loop.py` calls it,
+evaluates, records and keeps.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -21,7 +23,7 @@ from fedstill.building.setup import Setup
 from fedstill.building.topology import Region
 from fedstill.core import device, seeds, tree
 from fedstill.core.errors import FedstillError
-from fedstill.core.tree import Message, first_not_finite, nbytes
+from fedstill.core.tree import Message, Tree, first_not_finite, nbytes
 from fedstill.engine.base import Engine
 from fedstill.engine.worker import FinalExchange, Train
 from fedstill.methods.base import Uplink, misfit
@@ -36,11 +38,22 @@ from fedstill.running.privacy import protects_clients
 from fedstill.running.records import Tally
 from fedstill.running.retries import Retries
 from fedstill.running.servers import make_servers
-from fedstill.running.uplinks import Checked, RoundFailed, fewest_answers
+from fedstill.running.uplinks import Checked, RoundFailed, TooFewClients, fewest_answers
 
 log = logging.getLogger(__name__)
 
 _LOGGED = ("stage", "disagreement")
+
+
+@dataclass(frozen=True)
+class _OpenRound:
+    """A region's, or group's, round whose clients are asked."""
+
+    region: Region
+    requests: Sequence[Train]
+    down: Message
+    before: bytes  # of a group: what its server knew, as bytes
+    seconds: float  # that the server took for it
 
 
 class FederatedTraining(ABC):
@@ -110,16 +123,19 @@ class FederatedTraining(ABC):
         cohorts = self._cohorts.draw(round_, engine.absent(), secret=engine.remote)
         self.start_round(sum(len(cohort) for _, cohort in cohorts))
         tally = Tally()
-        for region, cohort in cohorts:
-            self._train_region(engine, region, cohort, tally, measure=measure)
+        opened = [self._open(engine, region, cohort, measure=measure) for region, cohort in cohorts]
+        answers = engine.run_all([(each.requests, each.down) for each in opened])
+        received = [self._close(engine, each, own, tally) for each, own in zip(opened, answers, strict=True)]
+        trained = [r.region for r, uplinks in zip(opened, received, strict=True) if uplinks.good or not r.before]
         if self.setup.hierarchy.grouped:
+            self._check_enough(received)
             self._across_groups(tally)
-        for region, _ in cohorts:
+        for region in trained:
             region.method.end(self.regional[region.number])
         self.active_since_checkpoint.update(k for _, cohort in cohorts for k in cohort)
         if engine.remote:
             self._check_finite(round_)
-        return tally, [region for region, _ in cohorts]
+        return tally, trained
 
     def _check_finite(self, round_: int) -> None:
         """Refuse what the servers have become, if finite answers added up to something else."""
@@ -134,32 +150,31 @@ class FederatedTraining(ABC):
             return None
         return Judge(self.setup.config.max_update_ratio, sent, self.update_norms.setdefault(where, {}))
 
-    def _train_region(self, engine: Engine, region: Region, cohort: list[int], tally: Tally, *, measure: bool) -> None:
-        """One round of a federation: of all clients, or of a region's."""
+    def _open(self, engine: Engine, region: Region, cohort: list[int], *, measure: bool) -> _OpenRound:
+        """Begin a round of a federation: of all clients, or of a region's or group's."""
         method, server, round_ = region.method, self.regional[region.number], self.server.round
-        config = self.setup.config
-        began, server.round, server.notes = time.perf_counter(), round_, {}
+        began = time.perf_counter()
+        before = tree.encode({"model": server.model, "state": server.state}) if self.setup.hierarchy.grouped else b""
+        server.round, server.notes = round_, {}
         server.drawn, server.simulated = self._cohorts.drawn[region.number], not engine.remote
         server.cohort = cohort
         method.begin(server)
         down = method.downlink(server)
-        wire = method.wire(region.task)
-        if problem := misfit(down, wire.down):
+        if problem := misfit(down, method.wire(region.task).down):
             raise FedstillError(f"what the server is about to send is not what {method.name} declares: {problem}")
-        private = protects_clients(method)
-        by_chance = private and method.guarantee is not None and method.guarantee.sampling == "poisson"
-        least = fewest_answers(config, method) if engine.remote else config.min_clients
+        requests = [Train(k, round_, measure, self._trained_as(region, k), self._state_of(k)) for k in cohort]
+        return _OpenRound(region, requests, down, before, time.perf_counter() - began)
+
+    def _close(self, engine: Engine, opened: _OpenRound, answers: Iterator[Tree], tally: Tally) -> Checked:
+        """Aggregate what its clients answer. A group of which none does is as it was before the round."""
+        config, region, down = self.setup.config, opened.region, opened.down
+        method, server, wire = region.method, self.regional[region.number], region.method.wire(region.task)
+        began, private = time.perf_counter(), protects_clients(method)
         uplinks = Checked(
-            cohort,
-            engine.run(
-                [
-                    Train(k, round_, measure, self._trained_as(region, k, remote=engine.remote), self._state_of(k))
-                    for k in cohort
-                ],
-                down,
-            ),
+            server.cohort,
+            answers,
             wire.up,
-            least=min(least, len(cohort)) if by_chance else least,  # so that nobody may be drawn
+            least=self._fewest(engine, region),
             tick=self.client_done,
             names=self.setup.federation.names,
             # Whoever is left out because of others could tell of them: private updates are clipped instead. Masked ones
@@ -173,18 +188,39 @@ class FederatedTraining(ABC):
             received = colluding(attack, method, server, received) if attack.colludes else received
             if config.secure_aggregation and not engine.remote:  # of clients elsewhere nothing but the mean arrives
                 received = averaged(received, wire.up)
-            method.aggregate(server, received)
+            try:
+                method.aggregate(server, received)
+            except TooFewClients as error:
+                if uplinks.good or not opened.before:
+                    raise
+                log.warning("%s keeps its model: %s", region.name, error)
+                known = tree.decode(opened.before)
+                server.model, server.state = known["model"], known["state"]
         self.client_states |= {str(k): uplinks.states[k] for k in uplinks.good if k in uplinks.states}
-        tally.add(uplinks, nbytes(down) * len(cohort))
+        tally.add(uplinks, nbytes(down) * len(server.cohort))
         tally.left_out += self.client_names(uplinks.dropped) if engine.remote else []
-        tally.server_seconds += time.perf_counter() - began - uplinks.waited
+        tally.server_seconds += opened.seconds + time.perf_counter() - began - uplinks.waited
+        return uplinks
 
-    def _trained_as(self, region: Region, client: int, *, remote: bool) -> int:
-        """Which of the worker's pairs of task and method a client trains with: its group's, or its region's.
+    def _fewest(self, engine: Engine, region: Region) -> int:
+        """How many usable answers a region's round needs, or a group's, of whose clients one may have been drawn."""
+        config, method = self.setup.config, region.method
+        if self.setup.hierarchy.grouped:
+            return max(part.fewest_clients for part in method.parts()) if engine.remote else 1
+        least = fewest_answers(config, method) if engine.remote else config.min_clients
+        by_chance = protects_clients(method) and method.guarantee and method.guarantee.sampling == "poisson"
+        return min(least, len(self.regional[region.number].cohort)) if by_chance else least  # nobody may be drawn
 
-        A client elsewhere has but its own network.
-        """
-        return self.setup.group_of[client] if self.setup.groups and not remote else region.number
+    def _check_enough(self, received: Sequence[Checked]) -> None:
+        """Of all groups together, of which some may have been left out."""
+        good, least = sum(len(uplinks.good) for uplinks in received), self.setup.config.min_clients
+        if good < least:
+            dropped = {client: why for uplinks in received for client, why in uplinks.dropped.items()}
+            raise TooFewClients(good, good + len(dropped), least, dropped)
+
+    def _trained_as(self, region: Region, client: int) -> int:
+        """Which of the worker's pairs of task and method a client trains with: its group's, or its region's."""
+        return self.setup.group_of[client] if self.setup.groups else region.number
 
     def _across_groups(self, tally: Tally) -> None:
         began = time.perf_counter()

@@ -30,6 +30,14 @@ class RoundFailed(FedstillError):
 class TooFewClients(RoundFailed):
     """A round got fewer usable answers than it needs."""
 
+    def __init__(self, good: int, asked: int, least: int, dropped: Mapping[int, str], who: str = "client") -> None:
+        last = next(reversed(list(dropped.values())), "no answer")
+        super().__init__(
+            f"only {good} of {asked} {who}s gave a usable answer, {least} are needed (min_clients, or the method); "
+            f"the last one dropped: {last}",
+            dropped,
+        )
+
 
 class Checked:
     """The good uplinks of a round, one at a time and in order, with counts of what came."""
@@ -113,12 +121,7 @@ class Checked:
 
     def _check_enough(self) -> None:
         if len(self.good) < self._least:
-            last = next(reversed(self.dropped.values()), "no answer")
-            raise TooFewClients(
-                f"only {len(self.good)} of {len(self._clients)} {self._who}s gave a usable answer, "
-                f"{self._least} are needed (min_clients, or the method); the last one dropped: {last}",
-                self.dropped,
-            )
+            raise TooFewClients(len(self.good), len(self._clients), self._least, self.dropped, self._who)
 
 
 def fewest_answers(config: Config, method: Method) -> int:

@@ -130,6 +130,20 @@ def test_three_sites_come_to_the_bits_of_a_run_on_one_machine(
     assert [[r[n] for n in numbers] for r in there] == [[r[n] for n in numbers] for r in here]
 
 
+def test_three_sites_with_different_networks_come_to_the_bits_of_a_run_on_one_machine(trial: Trial) -> None:
+    group: list[dict[str, Any]] = [
+        {"name": "small", "model": "mlp", "model_options": {"hidden": [8]}, "clients": ["south"]},
+        {"name": "large", "model": "mlp", "model_options": {"hidden": [12]}},
+    ]
+    settings = {"across": True, "rounds": 3}
+    trial.ends_well(trial.serve("run-groups", "fedgkd", group=group, **settings), "run-groups")
+    group[0]["clients"] = [1]
+    alone(trial.folder / "alone-groups", "fedgkd", group=group, **settings)
+    for name in ("model.safetensors", "model-large.safetensors"):
+        ours, theirs = (trial.folder / place / name for place in ("run-groups", "alone-groups"))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
 def test_sites_get_the_final_model_and_one_that_came_for_a_single_run_ends(tmp_path: Path) -> None:
     trial = Trial(tmp_path, free_port())
     try:

@@ -17,6 +17,7 @@ from fedstill.core.store import Store
 from fedstill.running import directory as rundir
 from fedstill.running import files
 from fedstill.running.api import resume
+from fedstill.running.api import run as fedstill_run
 from fedstill.running.directory import RunDirectory
 from fedstill.running.verify import verify
 from support.commandline import fedstill, interrupted_after, model, run, short
@@ -385,3 +386,13 @@ def test_a_run_from_python_carries_digests_too(tmp_path: Path) -> None:
     assert all(check.sound for check in verify(tmp_path / "run"))
     resume(tmp_path / "run", rounds=2)
     assert all(check.sound for check in verify(tmp_path / "run"))
+
+
+def test_the_best_rounds_models_of_all_groups_are_verified(tmp_path: Path) -> None:
+    settings = SMALL | {"model_options": {}, "models": ["mlp", "cnn"], "validation": 0.2, "select": "val_amp"}
+    fedstill_run("fedavg", **settings | {"rounds": 1}, out=tmp_path / "run")
+    assert all(check.sound for check in verify(tmp_path / "run"))
+    flip(tmp_path / "run" / "best-cnn.safetensors", 0.9)
+    assert [check.what for check in verify(tmp_path / "run") if not check.sound] == [
+        "best-cnn.safetensors, as the run wrote it"
+    ]

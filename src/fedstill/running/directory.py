@@ -315,7 +315,9 @@ class RunDirectory:
         self._written[name] = sha256(data.encode() if isinstance(data, str) else data)
 
     def write_digests(self) -> None:
-        """The end of a run: the digests of all results."""
+        """The end of a run: the digests of all results, also of the best round's models, which callbacks wrote."""
+        best = [*self.path.glob(files.BEST), *self.path.glob(files.BEST_OF_GROUPS)]
+        self._written |= {file.name: sha256(file.read_bytes()) for file in best}
         digests = {name: digest for name, digest in self._written.items() if (self.path / name).is_file()}
         digests |= self._file_digests() | {files.METRICS: self._metrics.mark()["sha256"]}
         write_sealed_json(self.path / files.DIGESTS, {"files": dict(sorted(digests.items()))})

@@ -64,7 +64,7 @@ def test_every_partition_ends_with_valid_owners_or_a_clear_error(
     assert owner.dtype == np.int64
     assert owner.min() >= -1
     assert owner.max() < clients
-    if name != "dir_fedgen":
+    if name not in ("dir_fedgen", "n_way"):
         assert (owner >= 0).all()
     assert sizes_of(owner, clients).min() >= defaults(name).get("min_size", 1)
     assert np.array_equal(owner, partition(name, labels, clients, rng(seed), alpha=alpha))
@@ -88,7 +88,7 @@ def test_min_size_holds_whenever_there_are_enough_samples(
 @settings(max_examples=60)
 def test_samples_per_client_is_a_cap(name: str, samples_per_client: int, clients: int) -> None:
     labels = np.arange(1200) % 3
-    given = {"alpha": 5.0, "ratio": 1.0, "samples_per_client": samples_per_client}
+    given = {"alpha": 5.0, "ratio": 1.0, "shots": 5, "samples_per_client": samples_per_client}
     owner = partition(name, labels, clients, rng(), **given)
     sizes = sizes_of(owner, clients)
     assert sizes.max() <= samples_per_client
@@ -230,6 +230,27 @@ def test_shards_that_divide_the_classes_give_exactly_k_labels_at_most() -> None:
     assert (counts > 0).sum(axis=1).max() == 2
 
 
+def test_n_way_gives_each_client_so_many_classes_and_samples_of_each() -> None:
+    counts = counts_of(partition("n_way", CIFAR, 200, rng(), ways=4, shots=20, ways_spread=2), CIFAR, 200)
+    ways, shots = (counts > 0).sum(axis=1), counts.max(axis=1)
+    assert set(ways) == {2, 3, 4, 5, 6}
+    assert set(shots) == {18, 19, 20, 21, 22}
+    assert (np.where(counts > 0, counts, shots[:, None]) == shots[:, None]).all()
+    even = counts_of(partition("n_way", CIFAR, 200, rng(), ways=10, shots=20, ways_spread=0), CIFAR, 200)
+    assert (even == 20).all()
+
+
+def test_n_way_takes_classes_at_random() -> None:
+    counts = counts_of(partition("n_way", CIFAR, 1000, rng(), ways=3, shots=5, ways_spread=0), CIFAR, 1000)
+    # Binomial: five standard deviations of how many of 1000 clients have a class, at a chance of 0.3.
+    assert np.abs((counts > 0).sum(axis=0) - 300).max() < 5 * (1000 * 0.3 * 0.7) ** 0.5
+
+
+def test_n_way_names_what_to_lower_where_a_class_is_too_small() -> None:
+    with pytest.raises(DataError, match=r"20 clients ask for .* of a class that has 1000; lower shots, ways"):
+        partition("n_way", np.repeat(np.arange(10), 1000), 20, rng(), ways=5, shots=500)
+
+
 def test_quantity_skews_sizes_and_leaves_labels_alone() -> None:
     counts = counts_of(partition("quantity", CIFAR, 10, rng(), alpha=0.5), CIFAR, 10)
     sizes = counts.sum(axis=1)
@@ -264,6 +285,9 @@ def test_natural_keeps_the_owners_of_the_data() -> None:
         ("natural", -1, {}, "clients=-1 is not allowed; give a whole number, 0 or more"),
         ("dir_balanced", 5, {"min_size": -1}, "min_size=-1"),
         ("shards", 5, {"shards_per_client": 0}, "shards_per_client=0"),
+        ("n_way", 5, {"ways": 0}, "ways=0"),
+        ("n_way", 5, {"shots": 0}, "shots=0"),
+        ("n_way", 5, {"ways_spread": -1}, "ways_spread=-1"),
         ("iid", 5, {"samples_per_client": -3}, "samples_per_client=-3"),
         ("dir_client_prior", 5, {"size_sigma": -0.1}, "size_sigma=-0.1"),
         ("dir_fedgen", 5, {"ratio": 1.5}, "ratio=1.5"),

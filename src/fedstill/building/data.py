@@ -245,7 +245,8 @@ def divide(config: Config, dataset: Dataset | Federation) -> Federation:
         return dataset
     # A partition ignores what only others use.
     settings: dict[str, Any] = {
-        name: getattr(config, name) for name in ("shards_per_client", "size_sigma", "min_share", "ratio")
+        name: getattr(config, name)
+        for name in ("shards_per_client", "ways", "shots", "ways_spread", "size_sigma", "min_share", "ratio")
     }
     if config.min_size >= 0:
         settings["min_size"] = config.min_size

@@ -49,9 +49,9 @@ class Settings(TypedDict, total=False):
     proxy_size: int
     """Proxy samples, balanced over the classes of their own dataset; at most all. [default: 1000; at least 1]"""
     partition: str
-    """How the data are divided among clients: dirichlet, iid, natural, shards, quantity, dir_balanced, dir_feddf,
-    dir_fedkf, dir_fedgen or dir_client_prior; default for data that name their clients: natural. [default:
-    dirichlet]"""
+    """How the data are divided among clients: dirichlet, iid, natural, shards, n_way, quantity, dir_balanced,
+    dir_feddf, dir_fedkf, dir_fedgen or dir_client_prior; default for data that name their clients: natural.
+    [default: dirichlet]"""
     clients: int
     """Number of clients; 0: as many as the data name; default with natural: 0. [default: 20; at least 0]"""
     alpha: float
@@ -60,6 +60,12 @@ class Settings(TypedDict, total=False):
     """Fewest samples a client may get; -1: the partition's own. [default: -1; at least -1]"""
     shards_per_client: int
     """Shards, of about one class each, that a client gets (shards). [default: 2; at least 1]"""
+    ways: int
+    """Classes that a client has, about (n_way). [default: 3; at least 1]"""
+    shots: int
+    """Samples that it has of each, about (n_way). [default: 100; at least 1]"""
+    ways_spread: int
+    """How far a client's classes and samples may lie from these (n_way). [default: 2; at least 0]"""
     size_sigma: float
     """Log-normal spread of the clients' sizes (dir_client_prior). [default: 0.0; at least 0]"""
     min_share: float

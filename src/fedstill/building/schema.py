@@ -112,8 +112,9 @@ class Config(BaseModel):
     )
     partition: str = Field(
         "dirichlet",
-        description="how the data are divided among clients: dirichlet, iid, natural, shards, quantity, dir_balanced, "
-        "dir_feddf, dir_fedkf, dir_fedgen or dir_client_prior; default for data that name their clients: natural",
+        description="how the data are divided among clients: dirichlet, iid, natural, shards, n_way, quantity, "
+        "dir_balanced, dir_feddf, dir_fedkf, dir_fedgen or dir_client_prior; default for data that name their clients: "
+        "natural",
     )
     clients: int = Field(
         20, ge=0, description="number of clients; 0: as many as the data name; default with natural: 0"
@@ -123,6 +124,9 @@ class Config(BaseModel):
     )
     min_size: int = Field(-1, ge=-1, description="fewest samples a client may get; -1: the partition's own")
     shards_per_client: int = Field(2, ge=1, description="shards, of about one class each, that a client gets (shards)")
+    ways: int = Field(3, ge=1, description="classes that a client has, about (n_way)")
+    shots: int = Field(100, ge=1, description="samples that it has of each, about (n_way)")
+    ways_spread: int = Field(2, ge=0, description="how far a client's classes and samples may lie from these (n_way)")
     size_sigma: float = Field(0.0, ge=0, description="log-normal spread of the clients' sizes (dir_client_prior)")
     min_share: float = Field(0.5, ge=0, lt=1, description="smallest share of a mean client's size (dir_feddf)")
     ratio: float = Field(0.5, gt=0, le=1, description="share of the data used (dir_fedgen)")
@@ -371,7 +375,8 @@ class Config(BaseModel):
 # Settings of the data partition: of no use where the data are divided already.
 DIVISION = {
     *("fraction", "imbalance_factor", "pool", "partition", "clients", "alpha", "min_size", "shards_per_client"),
-    *("size_sigma", "min_share", "ratio", "samples_per_client", "test_fraction", "local_test"),
+    *("ways", "shots", "ways_spread", "size_sigma", "min_share", "ratio"),
+    *("samples_per_client", "test_fraction", "local_test"),
 }
 # Settings that a run may be resumed with another value of: they do not change what is computed, but for
 # rounding (device, together) and for which answers of sites are refused (min_clients, max_update_ratio).

@@ -231,6 +231,30 @@ def dir_client_prior(
     return deal_counts(labels, counts, rng)
 
 
+def n_way(
+    labels: IntArray, clients: int, rng: Generator, *, ways: int = 3, shots: int = 100, ways_spread: int = 2
+) -> IntArray:
+    """Each client gets n random classes and k samples of each, both drawn within `ways_spread` of `ways` and `shots`.
+
+    As FedProto's n-way k-shot clients, but no sample goes to two of them. At least two classes and one sample.
+    """
+    class_sizes = np.bincount(labels)
+    classes = len(class_sizes)
+    most = min(classes, ways + ways_spread)
+    n = rng.integers(min(max(2, ways - ways_spread), most), most + 1, clients)
+    k = rng.integers(max(1, shots - ways_spread), shots + ways_spread + 1, clients)
+    chosen = rng.random((clients, classes)).argsort(axis=1).argsort(axis=1) < n[:, None]
+    counts = (chosen * k[:, None]).T
+    requested = counts.sum(axis=1)
+    if (requested > class_sizes).any():
+        c = int((requested - class_sizes).argmax())
+        raise DataError(
+            f"{clients} clients ask for {requested[c]} samples of a class that has {class_sizes[c]}; lower shots, ways "
+            "or the number of clients"
+        )
+    return deal_counts(labels, counts, rng)
+
+
 SCHEMES: dict[str, Callable[..., IntArray]] = {
     "dirichlet": dirichlet,
     "dir_balanced": dir_balanced,
@@ -239,6 +263,7 @@ SCHEMES: dict[str, Callable[..., IntArray]] = {
     "dir_fedgen": dir_fedgen,
     "dir_fedkf": dir_fedkf,
     "iid": iid,
+    "n_way": n_way,
     "natural": natural,
     "quantity": quantity,
     "shards": shards,

@@ -33,24 +33,21 @@ def lenet5(shape: Sequence[int], classes: int) -> Classifier:
     return Stacked(body, nn.Linear(84, classes), feature_dim=84)
 
 
-def cnn(shape: Sequence[int], classes: int) -> Classifier:
-    """The CNN of MOON: two 5x5 convolutions, each max-pooled, then layers of 120 and 84 units."""
-    channels, height, width = shape
+def cnn(
+    shape: Sequence[int], classes: int, *, channels: Sequence[int] = (6, 16), hidden: Sequence[int] = (120, 84)
+) -> Classifier:
+    """Two 5x5 convolutions, each max-pooled, then hidden layers; by default the CNN of MOON."""
+    inputs, height, width = shape
+    convolved = wholes("channels", channels, 2)
     rows, columns = (((side - 4) // 2 - 4) // 2 for side in (height, width))
-    body = nn.Sequential(
-        nn.Conv2d(channels, 6, 5),
-        nn.MaxPool2d(2),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(6, 16, 5),
-        nn.MaxPool2d(2),
-        nn.ReLU(inplace=True),
-        nn.Flatten(),
-        nn.Linear(16 * rows * columns, 120),
-        nn.ReLU(inplace=True),
-        nn.Linear(120, 84),
-        nn.ReLU(inplace=True),
-    )
-    return Stacked(body, nn.Linear(84, classes), feature_dim=84)
+    layers: list[nn.Module] = []
+    for before, after in pairwise((inputs, *convolved)):
+        layers += [nn.Conv2d(before, after, 5), nn.MaxPool2d(2), nn.ReLU(inplace=True)]
+    widths = (convolved[-1] * rows * columns, *wholes("hidden", hidden))
+    layers.append(nn.Flatten())
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU(inplace=True)]
+    return Stacked(nn.Sequential(*layers), nn.Linear(widths[-1], classes), feature_dim=widths[-1])
 
 
 def mlp(shape: Sequence[int], classes: int, *, hidden: Sequence[int] = (200, 200)) -> Classifier:

@@ -10,10 +10,11 @@ levels, of which the first is what the presets do; `variants`, groups of setting
 which the first is compared with each of the others; `seeds` of at least 100, so that 0 to 4 stay untouched. Judge on
 images held out of the training images (tools/held_out.py), not on the test images.
 
-With `half`, of factors with two levels each, every second combination is left out (a half fraction): a factor's effect
-is still of all runs, but not told apart from what the others do together. With `teachers`, a run has these settings and
-saves its teachers, and variants and the factors in `taught` are settings of students that they teach at its end: the
-teachers are trained once for all of them.
+With `confounded`, of factors with two levels each, only a fraction of the combinations is run: a factor named there has
+its second level where an odd number of the factors listed for it have theirs (a fractional factorial design). Its
+effect is still of all runs, but not told apart from what those do together. With `teachers`, a run has these settings
+and saves its teachers, and variants and the factors in `taught` are settings of students that they teach at its end:
+the teachers are trained once for all of them.
 
 Every run has its directory: interrupted, the same command goes on where it stopped. The runs of a seed are carried out
 before those of the next, and the table is written to table.md after every run.
@@ -23,8 +24,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import tomllib
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,22 +59,32 @@ class Factorial(BaseModel):
     settings: dict[str, Any]
     factors: dict[str, list[Any]] = Field(default_factory=dict)
     variants: dict[str, dict[str, Any]] = Field(min_length=1)
-    half: bool = False
+    confounded: dict[str, list[str]] = Field(default_factory=dict)  # factors, by those that say which level they have
     teachers: dict[str, Any] = Field(default_factory=dict)  # settings of the runs, where students are compared
     taught: list[str] = Field(default_factory=list)  # factors that are settings of students
 
     @model_validator(mode="after")
     def _fits(self) -> Factorial:
-        if self.half and (len(self.factors) < 3 or any(len(levels) != 2 for levels in self.factors.values())):
-            raise ValueError("half: it takes three factors of two levels or more of them")
+        if self.confounded and any(len(levels) != 2 for levels in self.factors.values()):
+            raise ValueError("confounded: it takes factors of two levels each")
+        basic = self.factors.keys() - self.confounded.keys()
+        for name, listed in self.confounded.items():
+            if name not in self.factors or len(listed) < 2 or not basic.issuperset(listed):
+                raise ValueError(
+                    f"confounded: {name} is to be a factor, with two or more of {', '.join(sorted(basic))}"
+                )
         if unknown := set(self.taught) - self.factors.keys() or (set(self.taught) if not self.teachers else set()):
             raise ValueError(f"taught: {', '.join(sorted(unknown))}: factors of a file with teachers")
         return self
 
     @property
     def combinations(self) -> list[Levels]:
-        every = itertools.product(*(range(len(levels)) for levels in self.factors.values()))
-        return [levels for levels in every if not (self.half and sum(levels) % 2)]
+        found = []
+        for levels in itertools.product(*(range(len(levels)) for levels in self.factors.values())):
+            at = dict(zip(self.factors, levels, strict=True))
+            if all(at[name] == sum(at[one] for one in listed) % 2 for name, listed in self.confounded.items()):
+                found.append(levels)
+        return found
 
     def students(self) -> dict[tuple[str, Levels], dict[str, Any]]:
         """Settings of each student that the teachers of a run teach, by variant and combination of `taught`."""
@@ -137,47 +150,52 @@ class Runs:
         """Each combination with its variants' means, then each factor's effect."""
         f = self.factorial
         first, *others = f.variants
+        gaps = [(first, other) for other in others]
         numbers = {key: self.number(*key) for key in self.cells}
         done = sum(value is not None for value in numbers.values())
         what = "students. Accuracy" if f.teachers else f"runs. {f.metric}"
-        lines = [f"{done} of {len(numbers)} {what}, in %."]
 
-        def values(variant: str, levels: Levels, seeds: list[int]) -> list[float]:
-            return [value for s in seeds if (value := numbers[variant, levels, s]) is not None]
+        def means(of: Sequence[str], combinations: Sequence[Levels]) -> dict[int, float]:
+            """By seed, a variant's mean over combinations, or that of its difference to another variant."""
+            found = {}
+            for seed in f.seeds:
+                known = [number for v in of for c in combinations if (number := numbers[v, c, seed]) is not None]
+                if len(known) == len(of) * len(combinations):
+                    mean, *other = np.reshape(known, (len(of), -1)).mean(axis=1)
+                    found[seed] = float(mean - sum(other))
+            return found
 
-        def complete(*wanted: tuple[str, Levels]) -> list[int]:
-            return [s for s in f.seeds if all(numbers[variant, levels, s] is not None for variant, levels in wanted)]
-
-        lines += ["", "| " + " | ".join([*f.factors, *f.variants, *(f"{first} − {other}" for other in others)]) + " |"]
-        lines.append("|---" * (len(f.factors) + len(f.variants) + len(others)) + "|")
+        lines = [f"{done} of {len(numbers)} {what}, in %.", ""]
+        lines += _head([*f.factors, *f.variants, *map(" − ".join, gaps)])
         for levels in f.combinations:
             row = [_level(values[level]) for values, level in zip(f.factors.values(), levels, strict=True)]
-            row += [_mean(values(variant, levels, f.seeds)) for variant in f.variants]
-            for other in others:
-                seeds = complete((first, levels), (other, levels))
-                row.append(_difference(values(first, levels, seeds), values(other, levels, seeds)))
+            row += [_mean(list(means((variant,), [levels]).values())) for variant in f.variants]
+            row += [_difference(means((one,), [levels]), means((other,), [levels])) for one, other in gaps]
             lines.append("| " + " | ".join(row) + " |")
-        lines += ["", f"What a factor changes in {first}, over all combinations of the others:", ""]
-        lines += ["| factor | level | less the first level |", "|---|---|---|"]
+        lines += ["", "What a level changes against the first of its factor, over all combinations of the others:", ""]
+        lines += _head(["factor", "level", first, *(f"in {' − '.join(gap)}" for gap in gaps)])
         for place, (name, levels_of) in enumerate(f.factors.items()):
             for level in range(1, len(levels_of)):
-                after = [c for c in f.combinations if c[place] == level]
-                before = [c for c in f.combinations if c[place] == 0]
-                seeds = complete(*((first, c) for c in [*after, *before]))
-                sides = [
-                    [float(np.mean([numbers[first, c, s] for c in side])) for s in seeds] for side in (after, before)
-                ]
-                lines.append(f"| {name} | {_level(levels_of[level])} | {_difference(*sides)} |")
+                after, before = ([c for c in f.combinations if c[place] == n] for n in (level, 0))
+                effects = [_difference(means(of, after), means(of, before)) for of in [(first,), *gaps]]
+                lines.append("| " + " | ".join([name, _level(levels_of[level]), *effects]) + " |")
         lines += [
             "",
             "Differences are of paired seeds, with Student's 95 % interval of their mean, on how many seeds they are",
             "above 0 and, after ≥, the smallest difference that so many seeds would show in four cases of five.",
         ]
-        if f.half:
+        if f.confounded:
+            every = math.prod(len(levels) for levels in f.factors.values())
+            listed = "; ".join(f"{name} from {', '.join(of)}" for name, of in f.confounded.items())
             lines += [
-                "Half of the combinations were run: an effect is not told apart from what the others do together."
+                f"{len(f.combinations)} of {every} combinations were run: an effect is not told apart from what others",
+                f"do together ({listed}).",
             ]
         return "\n".join([*lines, ""])
+
+
+def _head(columns: Sequence[str]) -> list[str]:
+    return ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
 
 
 def _level(value: Any) -> str:
@@ -189,11 +207,14 @@ def _mean(values: list[float]) -> str:
     return "" if found is None else f"{100 * found.mean:.2f}" + (f" ± {100 * found.std:.2f}" * (found.n > 1))
 
 
-def _difference(of: list[float], than: list[float]) -> str:
-    if len(of) < 2:
+def _difference(of: dict[int, float], than: dict[int, float]) -> str:
+    """On the seeds that both have."""
+    seeds = sorted(of.keys() & than.keys())
+    if len(seeds) < 2:
         return ""
-    d = paired(of, than, interval="student")
-    power = detectable(np.subtract(of, than).tolist())
+    ours, theirs = ([side[seed] for seed in seeds] for side in (of, than))
+    d = paired(ours, theirs, interval="student")
+    power = detectable(np.subtract(ours, theirs).tolist())
     return f"{100 * d.mean:+.2f} [{100 * d.low:+.2f}, {100 * d.high:+.2f}] {d.wins}/{d.n}, ≥ {100 * power:.2f}"
 
 

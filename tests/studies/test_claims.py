@@ -245,7 +245,7 @@ def test_runs_near_the_papers_stand_beside_their_numbers_without_a_verdict(
 def test_a_claim_that_is_not_confirmed_says_what_may_decide_it() -> None:
     claim = {
         "title": "t", "paper": "p", "note": "", "checks": [], "hypotheses": ["too few rounds", "too few seeds"],
-        "decides": "", "factorial": "rounds", "still_open": "which",
+        "decides": "", "factorials": ["rounds"], "still_open": "which",
     }  # fmt: skip
     found: dict[str, Any] = {"claims": [claim], "presets": {}, "versions": [], "factorials": {}}
     page = command.markdown(found)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,7 +45,7 @@ def test_every_factorial_keeps_the_seeds_that_confirm_and_says_what_it_expects(t
 
 
 def test_claims_name_factorials_that_there_are() -> None:
-    named = {claim.factorial for claim in claims.claims() if claim.factorial}
+    named = {name for claim in claims.claims() for name in claim.factorials}
     assert named == {path.stem for path in (TOOLS / "factorials").glob("*.toml")}
 
 
@@ -106,17 +108,39 @@ def test_images_are_held_out_of_the_training_images_alone(monkeypatch: pytest.Mo
     assert pictures(after.train, after.test) == pictures(before.train)
 
 
-def test_half_of_the_combinations_have_each_level_of_each_factor_as_often(tool: ModuleType) -> None:
+def test_a_fraction_of_the_combinations_has_each_pair_of_levels_as_often(tool: ModuleType) -> None:
     settings: dict[str, Any] = {"title": "t", "hypothesis": "h", "seeds": [100, 101], "settings": SMALL}
-    settings |= {"variants": {"FedAvg": {"method": "fedavg"}}, "half": True}
-    factors = {"lr": [0.1, 0.01], "batch_size": [16, 32], "epochs": [1, 2]}
-    half = tool.Factorial.model_validate(settings | {"factors": factors}).combinations
-    assert len(half) == 4
-    assert (0, 0, 0) in half
-    for one, other in [(0, 1), (0, 2), (1, 2)]:
-        assert sorted((levels[one], levels[other]) for levels in half) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    with pytest.raises(ValueError, match="three factors"):
-        tool.Factorial.model_validate(settings | {"factors": {"lr": [0.1, 0.01]}})
+    settings |= {"variants": {"FedAvg": {"method": "fedavg"}}}
+    factors = {name: [0, 1] for name in "abcdefg"}
+    confounded = {"d": ["a", "b"], "e": ["a", "c"], "f": ["b", "c"], "g": ["a", "b", "c"]}
+    found = tool.Factorial.model_validate(settings | {"factors": factors, "confounded": confounded}).combinations
+    assert len(found) == 8
+    assert (0,) * 7 in found
+    for one, other in itertools.combinations(range(7), 2):
+        pairs = Counter((levels[one], levels[other]) for levels in found)
+        assert pairs == dict.fromkeys(itertools.product((0, 1), repeat=2), 2)
+
+
+@pytest.mark.parametrize(
+    ("factors", "confounded", "message"),
+    [
+        ({"a": [0, 1], "b": [0, 1], "c": [0, 1, 2]}, {"a": ["b", "c"]}, "two levels each"),
+        (
+            {"a": [0, 1], "b": [0, 1], "c": [0, 1]},
+            {"d": ["b", "c"]},
+            "d is to be a factor, with two or more of a, b, c",
+        ),
+        ({"a": [0, 1], "b": [0, 1], "c": [0, 1]}, {"a": ["b"]}, "a is to be a factor, with two or more of b, c"),
+        ({"a": [0, 1], "b": [0, 1], "c": [0, 1]}, {"a": ["b", "c"], "b": ["a", "c"]}, "a is to be a factor"),
+    ],
+)
+def test_a_fraction_that_is_none_is_refused(
+    tool: ModuleType, factors: dict[str, list[int]], confounded: dict[str, list[str]], message: str
+) -> None:
+    settings: dict[str, Any] = {"title": "t", "hypothesis": "h", "seeds": [100, 101], "settings": SMALL}
+    settings |= {"variants": {"FedAvg": {"method": "fedavg"}}}
+    with pytest.raises(ValueError, match=message):
+        tool.Factorial.model_validate(settings | {"factors": factors, "confounded": confounded})
 
 
 @pytest.mark.slow

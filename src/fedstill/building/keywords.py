@@ -308,7 +308,7 @@ class MethodSettings(TypedDict, total=False):
     generator_steps: int
     """fedgen: steps of the generator a round."""
     generator_width: int
-    """fedftg: channels of the generator; the paper's presets: 128."""
+    """dafkd: channels of the conditional generator; fedftg: channels of the generator; the paper's presets: 128."""
     hidden: int
     """fedgen: width of the generator."""
     ie_normalised: bool

@@ -292,7 +292,7 @@ def _what_decides(claim: Saved, factorials: Saved) -> list[str]:
         return []
     lines = ["", f"**What decides it?** {claim['decides'] or 'Not known yet.'} Hypotheses:", ""]
     lines += [f"{number}. {hypothesis}" for number, hypothesis in enumerate(claim["hypotheses"], 1)]
-    if name := claim["factorial"]:
+    for name in claim["factorials"]:
         file = f"`tools/factorials/{name}.toml`"
         if name in factorials:
             factorial = factorials[name]

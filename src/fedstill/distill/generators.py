@@ -157,15 +157,10 @@ def dcgan_init(layer: nn.Module) -> None:
         bias.zero_()
 
 
-def image_generator(shape: Sequence[int], z_dim: int, classes: int = 0, as_dcgan: bool = False) -> nn.Module:
-    """DaFKD's generator for this shape: of noise alone, or of noise and one of so many classes."""
+def image_generator(shape: Sequence[int], z_dim: int) -> nn.Module:
+    """DaFKD's generator for this shape, of noise alone."""
     _, height, width = check_image_shape(shape)
-    net: nn.Module
-    if classes:
-        net = ConditionalGenerator(shape, classes, z_dim)
-    else:
-        net = (ShrinkingGenerator if height % 16 or width % 16 else TransposedGenerator)(shape, z_dim)
-    return net.apply(dcgan_init) if as_dcgan else net
+    return (ShrinkingGenerator if height % 16 or width % 16 else TransposedGenerator)(shape, z_dim)
 
 
 class FeatureGenerator(nn.Module):

@@ -19,7 +19,7 @@ from fedstill.core.weights import FlatNet
 from fedstill.distill.adversarial import AdversarialTraining, Discriminator
 from fedstill.distill.auxiliary import Auxiliary, Generator
 from fedstill.distill.ensemble import normalised
-from fedstill.distill.generators import check_image_shape, image_generator
+from fedstill.distill.generators import ConditionalGenerator, check_image_shape, dcgan_init, image_generator
 from fedstill.distill.stage import match_probabilities, mean_logits, mean_probabilities
 from fedstill.methods.base import Needs, Part, Server, Uplink, Wire
 from fedstill.methods.kinds import Kind
@@ -57,6 +57,7 @@ class DaFKD(Distilling):
         bool, "clients send weighted predictions, not their discriminators, which these still give away"
     ] = False
     conditional: Annotated[bool, "the generator has a label as a further input, drawn at random"] = False
+    generator_width: Annotated[int, Ge(2), "channels of the conditional generator"] = 128
     z_dim: Annotated[int, Ge(1), "d: dimension of the noise"] = 100
     generator_lr: Annotated[float, Gt(0), Search("log:1e-4..1e-2"), "learning rate of the generator (Adam)"] = 1e-3
     generator_beta1: Annotated[float, Ge(0), Lt(1), "decay of its Adam's mean of gradients; DCGAN: 0.5"] = 0.9
@@ -213,9 +214,13 @@ class DaFKD(Distilling):
         shape = task.dataset.shape
 
         def make() -> nn.Module:
-            return image_generator(shape, self.z_dim, task.classes if self.conditional else 0, self.dcgan_init)
+            if self.conditional:
+                net: nn.Module = ConditionalGenerator(shape, task.classes, self.z_dim, self.generator_width)
+            else:
+                net = image_generator(shape, self.z_dim)
+            return net.apply(dcgan_init) if self.dcgan_init else net
 
-        role = f"dafkd generator {self.z_dim} {self.conditional} {self.dcgan_init}"
+        role = f"dafkd generator {self.z_dim} {self.conditional} {self.dcgan_init} {self.generator_width}"
         return Generator(task, role, "generator", make, self.z_dim, self.conditional)
 
     def discriminator(self, task: Task) -> Auxiliary:

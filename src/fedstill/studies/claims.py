@@ -69,7 +69,7 @@ class Claim(_Table):
     # Of what is not confirmed:
     hypotheses: list[str] = Field(default_factory=list)  # why, and of each whether it has been tested
     decides: str = ""  # what has been found out about them
-    factorial: str = ""  # what tests them: a file of tools/factorials, without .toml
+    factorials: list[str] = Field(default_factory=list)  # what tests them: files of tools/factorials, without .toml
     still_open: str = ""
     check: list[Check] = Field(min_length=1)
 

@@ -13,7 +13,13 @@ from torch.nn import functional as F
 from fedstill.data.proxy import match_channels
 from fedstill.distill import stage
 from fedstill.distill.ensemble import diversity, label_weights, normalised
-from fedstill.distill.generators import ConditionalGenerator, ShrinkingGenerator, TransposedGenerator, dcgan_init
+from fedstill.distill.generators import (
+    ConditionalGenerator,
+    ShrinkingGenerator,
+    TransposedGenerator,
+    dafkd_generator,
+    dcgan_init,
+)
 from fedstill.methods.base import Uplink
 from fedstill.methods.ccvr import pooled
 from fedstill.methods.ccvr import root as ccvr_root
@@ -114,6 +120,23 @@ def test_generators_have_the_published_sizes() -> None:
         made = net(torch.randn(4, 100))
         assert made.shape == (4, *shape)
         assert 0 <= made.min() <= made.max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "classes", "usual"), [((1, 28, 28), 0, 50), ((3, 32, 32), 0, 256), ((3, 32, 32), 10, 128)]
+)
+def test_a_narrow_generator_of_dafkd_makes_the_same_images_with_fewer_channels(
+    shape: tuple[int, int, int], classes: int, usual: int
+) -> None:
+    def channels(width: int) -> list[int]:
+        net = dafkd_generator(shape, 5, classes, width)
+        labels = (torch.zeros(4, dtype=torch.int64),) if classes else ()
+        assert net(torch.randn(4, 5), *labels).shape == (4, *shape)
+        return [m.num_features for m in net.modules() if isinstance(m, torch.nn.BatchNorm2d) and m.affine]
+
+    assert channels(0) == channels(usual)
+    assert max(channels(0)) == usual
+    assert max(channels(8)) == 8
 
 
 def test_ccvr_pools_to_the_covariance_of_all_samples() -> None:

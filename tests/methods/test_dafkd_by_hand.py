@@ -70,8 +70,7 @@ def dafkd(*settings: tuple[str, Any]) -> tuple[Play, DaFKD]:
 
 
 def image_generator(vector: Tensor, method: DaFKD) -> nn.Module:
-    wide = ConditionalGenerator(SHAPE, CLASSES, Z, method.generator_width)
-    made = wide if method.conditional else TransposedGenerator(SHAPE, Z)
+    made = ConditionalGenerator(SHAPE, CLASSES, Z) if method.conditional else TransposedGenerator(SHAPE, Z)
     module: nn.Module = loaded(made, vector)
     return module
 

@@ -57,11 +57,14 @@ def check_image_shape(shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 class TransposedGenerator(nn.Module):
-    """DaFKD's generator for images whose sides are multiples of 16: transposed convolutions, values in (0, 1)."""
+    """DaFKD's generator for images whose sides are multiples of 16: transposed convolutions, values in (0, 1).
 
-    def __init__(self, shape: Sequence[int], z_dim: int = 100) -> None:
+    `width` is the number of channels of its first stage; each of the two that follow has half of those before it.
+    """
+
+    def __init__(self, shape: Sequence[int], z_dim: int = 100, width: int = 256) -> None:
         super().__init__()
-        channels, height, width = check_image_shape(shape)
+        channels, height, image_width = check_image_shape(shape)
         self.z_dim = z_dim
 
         def grow(inputs: int, outputs: int, kernel: tuple[int, int] = (4, 4), stride: int = 2) -> list[nn.Module]:
@@ -70,10 +73,10 @@ class TransposedGenerator(nn.Module):
             return [conv, nn.BatchNorm2d(outputs), nn.ReLU()]
 
         self.stages = nn.Sequential(
-            *grow(z_dim, 256, (height // 8, width // 8), stride=1),
-            *grow(256, 128),
-            *grow(128, 64),
-            nn.ConvTranspose2d(64, channels, 4, 2, 1),
+            *grow(z_dim, width, (height // 8, image_width // 8), stride=1),
+            *grow(width, width // 2),
+            *grow(width // 2, width // 4),
+            nn.ConvTranspose2d(width // 4, channels, 4, 2, 1),
             nn.Tanh(),
         )
 
@@ -83,24 +86,27 @@ class TransposedGenerator(nn.Module):
 
 
 class ShrinkingGenerator(nn.Module):
-    """DaFKD's generator for other sizes, such as 28x28: an image of twice the size, convolved and halved."""
+    """DaFKD's generator for other sizes, such as 28x28: an image of twice the size, convolved and halved.
 
-    def __init__(self, shape: Sequence[int], z_dim: int = 100) -> None:
+    `width` is the number of channels of its first convolution, half of it that of the second.
+    """
+
+    def __init__(self, shape: Sequence[int], z_dim: int = 100, width: int = 50) -> None:
         super().__init__()
-        channels, height, width = check_image_shape(shape)
+        channels, height, image_width = check_image_shape(shape)
         self.z_dim = z_dim
-        self.start = (2 * height, 2 * width)
+        self.start = (2 * height, 2 * image_width)
         self.fc = nn.Linear(z_dim, self.start[0] * self.start[1])
         self.stages = nn.Sequential(
             nn.BatchNorm2d(1),
             nn.ReLU(),
-            nn.Conv2d(1, 50, 3, padding=1),
-            nn.BatchNorm2d(50),
+            nn.Conv2d(1, width, 3, padding=1),
+            nn.BatchNorm2d(width),
             nn.ReLU(),
-            nn.Conv2d(50, 25, 3, padding=1),
-            nn.BatchNorm2d(25),
+            nn.Conv2d(width, width // 2, 3, padding=1),
+            nn.BatchNorm2d(width // 2),
             nn.ReLU(),
-            nn.Conv2d(25, channels, 2, stride=2),
+            nn.Conv2d(width // 2, channels, 2, stride=2),
             nn.Tanh(),
         )
 
@@ -157,10 +163,13 @@ def dcgan_init(layer: nn.Module) -> None:
         bias.zero_()
 
 
-def image_generator(shape: Sequence[int], z_dim: int) -> nn.Module:
-    """DaFKD's generator for this shape, of noise alone."""
-    _, height, width = check_image_shape(shape)
-    return (ShrinkingGenerator if height % 16 or width % 16 else TransposedGenerator)(shape, z_dim)
+def dafkd_generator(shape: Sequence[int], z_dim: int, classes: int = 0, width: int = 0) -> nn.Module:
+    """DaFKD's generator for this shape: of noise, or of noise and one of `classes`; with `width` 0, its usual width."""
+    _, height, image_width = check_image_shape(shape)
+    channels = {"width": width} if width else {}
+    if classes:
+        return ConditionalGenerator(shape, classes, z_dim, **channels)
+    return (ShrinkingGenerator if height % 16 or image_width % 16 else TransposedGenerator)(shape, z_dim, **channels)
 
 
 class FeatureGenerator(nn.Module):

@@ -19,7 +19,7 @@ from fedstill.core.weights import FlatNet
 from fedstill.distill.adversarial import AdversarialTraining, Discriminator
 from fedstill.distill.auxiliary import Auxiliary, Generator
 from fedstill.distill.ensemble import normalised
-from fedstill.distill.generators import ConditionalGenerator, check_image_shape, dcgan_init, image_generator
+from fedstill.distill.generators import check_image_shape, dafkd_generator, dcgan_init
 from fedstill.distill.stage import match_probabilities, mean_logits, mean_probabilities
 from fedstill.methods.base import Needs, Part, Server, Uplink, Wire
 from fedstill.methods.kinds import Kind
@@ -57,7 +57,9 @@ class DaFKD(Distilling):
         bool, "clients send weighted predictions, not their discriminators, which these still give away"
     ] = False
     conditional: Annotated[bool, "the generator has a label as a further input, drawn at random"] = False
-    generator_width: Annotated[int, Ge(2), "channels of the conditional generator"] = 128
+    generator_width: Annotated[
+        int, Ge(0), "most channels of a layer of the generator; 0: 256, of the conditional one 128"
+    ] = 0
     z_dim: Annotated[int, Ge(1), "d: dimension of the noise"] = 100
     generator_lr: Annotated[float, Gt(0), Search("log:1e-4..1e-2"), "learning rate of the generator (Adam)"] = 1e-3
     generator_beta1: Annotated[float, Ge(0), Lt(1), "decay of its Adam's mean of gradients; DCGAN: 0.5"] = 0.9
@@ -74,6 +76,8 @@ class DaFKD(Distilling):
     def check(self, task: Task) -> None:
         check_image_shape(task.dataset.shape)
         require_features(task, "dafkd")
+        if 0 < self.generator_width < 4:
+            raise SettingError(f"generator_width: got {self.generator_width}, give 0 (the usual width) or 4 and more")
         if self.private and not self.judged:
             raise SettingError(
                 f"dafkd: private sends predictions weighted by the discriminator; {self.variant} has none"
@@ -214,10 +218,7 @@ class DaFKD(Distilling):
         shape = task.dataset.shape
 
         def make() -> nn.Module:
-            if self.conditional:
-                net: nn.Module = ConditionalGenerator(shape, task.classes, self.z_dim, self.generator_width)
-            else:
-                net = image_generator(shape, self.z_dim)
+            net = dafkd_generator(shape, self.z_dim, task.classes if self.conditional else 0, self.generator_width)
             return net.apply(dcgan_init) if self.dcgan_init else net
 
         role = f"dafkd generator {self.z_dim} {self.conditional} {self.dcgan_init} {self.generator_width}"

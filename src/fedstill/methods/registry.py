@@ -80,7 +80,7 @@ _RENAMED = {
 }
 # Settings that came later, by the method that declares them, with what runs of before have.
 _ADDED: dict[str, dict[str, Any]] = {
-    "dafkd": {"generator_width": 128},
+    "dafkd": {"generator_width": 0},
     "fedftg": {"generator_width": 128},
     "fedgkd": {"across": False},
     "fedgkd-plus": {"across": False},

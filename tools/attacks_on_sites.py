@@ -23,7 +23,8 @@ from fedstill.core.errors import SettingError
 from fedstill.core.reports import Code, Refusal
 from fedstill.core.tree import Tree
 from fedstill.data import cache
-from fedstill.deployment.site import LocalInputs, Site
+from fedstill.deployment.local_inputs import LocalInputs
+from fedstill.deployment.site import Site
 from fedstill.flower import keys, node
 from support.commandline import fedstill as command
 from support.sites import Wire, served

@@ -35,9 +35,11 @@ from fedstill.core import tree
 from fedstill.core.processes import die_with_parent
 from fedstill.core.reports import Code
 from fedstill.core.tree import Tree
+from fedstill.deployment.local_inputs import LocalInputs
 from fedstill.deployment.policy import Policy
-from fedstill.deployment.server import Terms, serve
-from fedstill.deployment.site import LocalInputs, Site
+from fedstill.deployment.server import serve
+from fedstill.deployment.site import Site
+from fedstill.deployment.site_engine import Terms
 from fedstill.flower import node
 from fedstill.flower.keys import make
 

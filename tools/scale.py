@@ -36,9 +36,10 @@ import torch
 
 from fedstill.building.config import Config, resolve
 from fedstill.core.tree import Tree, nbytes
+from fedstill.deployment.local_inputs import LocalInputs
 from fedstill.deployment.region import RegionalServer
-from fedstill.deployment.server import Terms, serve
-from fedstill.deployment.site import LocalInputs
+from fedstill.deployment.server import serve
+from fedstill.deployment.site_engine import Terms
 from fedstill.metrics.records import RoundRecord
 from fedstill.running.callbacks import Callback, RunView
 

@@ -21,7 +21,7 @@ from fedstill.core.errors import SettingError
 from fedstill.core.tree import decode
 from fedstill.core.weights import FlatNet
 from fedstill.data import Dataset, from_arrays, tokens
-from fedstill.deployment.site import LocalInputs
+from fedstill.deployment.local_inputs import LocalInputs
 from fedstill.models import build, pretrained
 from fedstill.models.base import Classifier
 from fedstill.models.pretrained import Pretrained

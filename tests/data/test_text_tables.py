@@ -16,7 +16,7 @@ from fedstill.building.config import resolve
 from fedstill.building.setup import prepare
 from fedstill.core.errors import DataError
 from fedstill.data.formats.text import Columns, Corpus, encoding_of, read_table, separator_of
-from fedstill.deployment.site import LocalInputs
+from fedstill.deployment.local_inputs import LocalInputs
 from support.commandline import fedstill as command
 from support.sites import NAMES, Wire, served
 

@@ -16,7 +16,8 @@ from fedstill.core.errors import SettingError
 from fedstill.core.reports import Refusal
 from fedstill.core.tree import Tree
 from fedstill.deployment.delivery import FINISH
-from fedstill.deployment.site import LocalInputs, Site
+from fedstill.deployment.local_inputs import LocalInputs
+from fedstill.deployment.site import Site
 from support.sites import NAMES, POLICY, Wire, served
 
 pytestmark = pytest.mark.slow  # tests/deployment/test_sites.py delivers too, and quickly

@@ -14,8 +14,9 @@ from fedstill.core import tree
 from fedstill.core.reports import Refusal, code_of, report, step_of
 from fedstill.core.tree import Tree
 from fedstill.deployment import region as regional
+from fedstill.deployment.local_inputs import LocalInputs
 from fedstill.deployment.policy import Policy
-from fedstill.deployment.site import LocalInputs, Site
+from fedstill.deployment.site import Site
 from fedstill.metrics.records import RoundRecord
 from fedstill.running.callbacks import Callback, RunView
 from support import regions

@@ -22,8 +22,9 @@ from fedstill.core.tree import Tree
 from fedstill.deployment import waiting
 from fedstill.deployment.audit import RecordedLink
 from fedstill.deployment.protocol import failure_reason
-from fedstill.deployment.server import Terms, _client_answer, serve
+from fedstill.deployment.server import serve
 from fedstill.deployment.shares import capped
+from fedstill.deployment.site_engine import Terms, _client_answer
 from fedstill.methods.base import Server, Uplink
 from fedstill.methods.fedavg import FedAvg
 from fedstill.metrics.records import RoundRecord

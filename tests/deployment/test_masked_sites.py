@@ -18,9 +18,10 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.reports import Refusal, report, step_of
 from fedstill.core.tree import Tree
 from fedstill.deployment.audit import verify
+from fedstill.deployment.local_inputs import LocalInputs
 from fedstill.deployment.masked_site import SiteMasks
 from fedstill.deployment.policy import Policy
-from fedstill.deployment.site import LocalInputs, Site
+from fedstill.deployment.site import Site
 from fedstill.flower import keys
 from fedstill.methods.summed import to_integers
 from fedstill.privacy.masks import Participant

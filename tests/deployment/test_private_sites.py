@@ -17,8 +17,9 @@ from fedstill.core.files import read_sealed_json
 from fedstill.core.reports import Refusal, report, step_of
 from fedstill.core.tree import Tree
 from fedstill.deployment import region as regional
+from fedstill.deployment.local_inputs import LocalInputs
 from fedstill.deployment.policy import Policy
-from fedstill.deployment.site import LocalInputs, Site
+from fedstill.deployment.site import Site
 from fedstill.methods.dp import DP
 from fedstill.methods.dp_sgd import sample_epsilon
 from fedstill.methods.kinds import Kind

@@ -15,7 +15,8 @@ from fedstill.core.errors import DataError, FedstillError
 from fedstill.core.files import read_sealed_json
 from fedstill.core.reports import code_of, report, step_of
 from fedstill.core.tree import Tree
-from fedstill.deployment.server import Terms, serve
+from fedstill.deployment.server import serve
+from fedstill.deployment.site_engine import Terms
 from fedstill.running import retries
 from fedstill.running.api import resume
 from fedstill.running.rollback import rollback

@@ -15,10 +15,11 @@ from fedstill.building.config import resolve
 from fedstill.core.errors import FedstillError, SettingError
 from fedstill.core.reports import Code, Refusal
 from fedstill.core.tree import Tree
+from fedstill.deployment.local_inputs import LocalInputs
 from fedstill.deployment.policy import Consent, Policy
 from fedstill.deployment.protocol import scores_of
 from fedstill.deployment.server import regions_of
-from fedstill.deployment.site import LocalInputs, Site
+from fedstill.deployment.site import Site
 from fedstill.methods.kinds import Kind
 from support.sites import NAMES, SETTINGS, Wire, alone, served, weights
 

@@ -24,8 +24,9 @@ from fedstill.core.tree import Tree
 from fedstill.data import cache, tokens
 from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, AuditLog, verify
+from fedstill.deployment.local_inputs import LocalInputs
 from fedstill.deployment.policy import Consent, Policy, Usage, kinds_of
-from fedstill.deployment.site import LocalInputs, Site
+from fedstill.deployment.site import Site
 from fedstill.methods import registry
 from fedstill.methods.kinds import MEANING, Kind
 from fedstill.running.files import RECEIVED

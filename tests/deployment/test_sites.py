@@ -16,7 +16,8 @@ from fedstill.core.errors import SettingError
 from fedstill.core.reports import Code, Step, code_of, report, step_of
 from fedstill.core.tree import Tree
 from fedstill.data import tokens
-from fedstill.deployment.site import LocalInputs, Site, _labelled_as
+from fedstill.deployment.local_inputs import LocalInputs
+from fedstill.deployment.site import Site, _labelled_as
 from fedstill.metrics.records import RoundRecord
 from fedstill.running import directory as rundir
 from fedstill.running.callbacks import Callback, RunView

@@ -20,9 +20,11 @@ from fedstill.data import statistics
 from fedstill.data.dataset import Split
 from fedstill.data.federation import Federation
 from fedstill.data.formats.table import TableSettings, read
+from fedstill.deployment.local_inputs import LocalInputs
 from fedstill.deployment.policy import Policy
-from fedstill.deployment.server import Terms, serve
-from fedstill.deployment.site import LocalInputs, Site
+from fedstill.deployment.server import serve
+from fedstill.deployment.site import Site
+from fedstill.deployment.site_engine import Terms
 from fedstill.methods.kinds import Kind
 from support import regions
 from support.sites import NAMES, Wire, weights

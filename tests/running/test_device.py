@@ -14,7 +14,8 @@ from torch.nn import functional as F
 import fedstill
 from fedstill.core import device, tree
 from fedstill.core.weights import FlatNet
-from fedstill.deployment.site import LocalInputs, Site
+from fedstill.deployment.local_inputs import LocalInputs
+from fedstill.deployment.site import Site
 from fedstill.methods import registry
 from fedstill.running.directory import RunDirectory
 from fedstill.running.result import Result

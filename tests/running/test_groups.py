@@ -15,8 +15,9 @@ from fedstill.building.config import resolve
 from fedstill.building.members import deal
 from fedstill.building.setup import prepare
 from fedstill.core.errors import SettingError
+from fedstill.deployment.local_inputs import LocalInputs
 from fedstill.deployment.policy import Policy
-from fedstill.deployment.site import LocalInputs, Site
+from fedstill.deployment.site import Site
 from fedstill.running.result import Result
 from fedstill.running.rollback import rollback
 from support.quick import QUICK, TINY, needed

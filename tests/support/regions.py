@@ -12,11 +12,13 @@ from fedstill.building.config import resolve
 from fedstill.core import tree
 from fedstill.core.reports import code_of, report, step_of
 from fedstill.core.tree import Tree
+from fedstill.deployment.local_inputs import LocalInputs
 from fedstill.deployment.policy import Policy
 from fedstill.deployment.protocol import SiteLink
 from fedstill.deployment.region import RegionalServer
-from fedstill.deployment.server import Terms, serve
-from fedstill.deployment.site import LocalInputs, Site
+from fedstill.deployment.server import serve
+from fedstill.deployment.site import Site
+from fedstill.deployment.site_engine import Terms
 from fedstill.running.callbacks import Callback
 from support.runs import SMALL
 from support.sites import Silence

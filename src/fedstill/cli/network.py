@@ -23,12 +23,14 @@ from fedstill.cli.commands import Flags, config_of, console, own_callbacks, prin
 from fedstill.cli.failure import TERMINATED, Terminated
 from fedstill.core.errors import SettingError, unknown
 from fedstill.core.owner import check_private
+from fedstill.deployment.local_inputs import LocalInputs
 from fedstill.deployment.policy import Policy
 from fedstill.deployment.protocol import SiteLink
 from fedstill.deployment.region import RegionalServer
-from fedstill.deployment.server import Terms, regions_of
+from fedstill.deployment.server import regions_of
 from fedstill.deployment.server import serve as serve_sites
-from fedstill.deployment.site import LocalInputs, Site
+from fedstill.deployment.site import Site
+from fedstill.deployment.site_engine import Terms
 from fedstill.deployment.statistics import widest
 from fedstill.privacy.signatures import Signer
 from fedstill.running import files

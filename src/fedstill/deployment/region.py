@@ -34,11 +34,12 @@ from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, AuditLog, RecordedLink, answer_entry
 from fedstill.deployment.delivery import deliver, is_finish
 from fedstill.deployment.episodes import TOTALS
+from fedstill.deployment.local_inputs import LocalInputs
 from fedstill.deployment.policy import Policy
 from fedstill.deployment.protocol import BY_CLASS, NO_SCORE, SCORES, VALIDATION, RunInfo, SiteLink, run_number
 from fedstill.deployment.registry import SiteRegistry
-from fedstill.deployment.server import SiteEngine, Terms
-from fedstill.deployment.site import LocalInputs, check_tokenizer
+from fedstill.deployment.site import check_tokenizer
+from fedstill.deployment.site_engine import SiteEngine, Terms
 from fedstill.engine.worker import Score, Source, Train, request_from
 from fedstill.methods import registry
 from fedstill.methods.base import Method, Part

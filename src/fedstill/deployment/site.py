@@ -7,17 +7,16 @@ against the site's limits, and what is sent back is what its policy allows. docs
 from __future__ import annotations
 
 import logging
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from fedstill.building.config import Config, resolve
+from fedstill.building.config import Config
 from fedstill.building.data import dataset_of, divide, load_data, wanted_size
 from fedstill.building.groups import as_member, group_config, own_group
 from fedstill.building.privacy import check_noise
@@ -41,6 +40,7 @@ from fedstill.deployment import policy as policies
 from fedstill.deployment.audit import SENT, STATE, AuditLog, answer_entry, request_kind
 from fedstill.deployment.delivery import is_finish, keep_model
 from fedstill.deployment.ledger import PrivacyLedger
+from fedstill.deployment.local_inputs import LocalInputs, is_a_file
 from fedstill.deployment.masked_site import SiteMasks, digest_of, is_masking
 from fedstill.deployment.policy import Consent, Policy, Usage
 from fedstill.deployment.protocol import (
@@ -61,7 +61,6 @@ from fedstill.methods.base import Method, Part, misfit
 from fedstill.methods.kinds import Kind
 from fedstill.metrics.scores import COUNTED, FUNCTIONS, ClassCounts
 from fedstill.models.base import frozen_digest
-from fedstill.models.pretrained import DISTILBERT
 from fedstill.privacy.signatures import Signer
 from fedstill.running.machine import one_thread
 from fedstill.running.rollback import ROLLBACKS, seen, unseen
@@ -69,72 +68,6 @@ from fedstill.train.task import Task
 
 log = logging.getLogger(__name__)
 LEDGER = "privacy.json"  # in a site's folder
-
-
-@dataclass(frozen=True)
-class LocalInputs:
-    """The data, code and device of a site, or a region, instead of those in the run's settings; empty: as there."""
-
-    data: str = ""
-    data_dir: str = ""
-    target: str = ""  # of a table: the column with the label
-    method: str = ""  # a file (file.py:name): no file that a server names is ever run
-    model: str = ""
-    text_column: str = ""  # of a table of text; which column is which, only the site says
-    label_column: str = ""
-    pretrained: str = ""  # a folder, or a name on the hub: neither is looked for where a server says
-    device: str = "cpu"
-
-    def config(self, text: str) -> Config:
-        """The settings of a run, as a server sent them, with the local inputs in their place."""
-        settings = tomllib.loads(text)
-        files = {"method": self.method, "model": self.model, "data": self.data}
-        settings |= {name: value for name, value in files.items() if value}
-        settings.pop("tokenizer", None)  # the server sends it, not where it has it
-        settings["metrics"] = [n for n in (*COUNTED, *FUNCTIONS) if n in settings.get("metrics", [])]  # no others
-        settings |= {"target": self.target} if self.target else {}
-        named = [(name, settings.get(name, "")) for name in ("method", "model", "data", "proxy")]
-        named += [("method", region.get("method", "")) for region in settings.get("region", [])]
-        for name, value in named:
-            harmless = value in ("", "pool", *sources.names()) if name in ("data", "proxy") else ":" not in value
-            if not harmless and value != files.get(name):  # the owner gave it, for this and nothing else
-                raise Refusal(
-                    Code.FILE_NAMED, f"the run has a {name} that is no name but a file, {value}; give yours to the site"
-                )
-        self._name_encoder(settings)
-        settings |= {"text_column": self.text_column, "label_column": self.label_column}
-        settings |= {} if settings.get("target") else {"client_column": ""}
-        return resolve(settings, {"data_dir": self.data_dir, "device": self.device})
-
-    def network(self, config: Config, group: int | None) -> Config:
-        """The settings with the network here: the one that its group has, or its own.
-
-        Its own has the group's options where the weights are the group's, else those of the run.
-        """
-        if group is None:
-            return config
-        dealt = group_config(config, config.each_group()[group])
-        if not self.model and _is_a_file(dealt.model):
-            raise Refusal(
-                Code.FILE_NAMED,
-                f"the run deals a network that is a file, or pretrained, {dealt.model}; give yours to the site",
-            )
-        if not self.model:
-            return dealt
-        shared = registry.make(config.method, config.hyper).model_per_group
-        options = dealt.model_options if shared else config.model_options
-        return dealt.model_copy(update={"model": self.model, "model_options": options})
-
-    def _name_encoder(self, settings: dict[str, Any]) -> None:
-        options = settings.get("model_options", {})
-        if settings.get("model") != "distilbert" or not isinstance(options, dict):
-            return
-        if self.pretrained:
-            settings["model_options"] = options | {"pretrained": self.pretrained}
-        elif (named := options.get("pretrained", DISTILBERT)) != DISTILBERT:
-            raise Refusal(
-                Code.FILE_NAMED, f"the run begins with a pretrained encoder, {named!r:.80}; give yours to the site"
-            )
 
 
 class Site:
@@ -377,7 +310,7 @@ class Site:
         if not any(part.needs_other_networks for part in method.parts()):
             return
         for own in config.each_group():
-            if _is_a_file(own.model) and own.model != self._inputs.model:
+            if is_a_file(own.model) and own.model != self._inputs.model:
                 raise Refusal(
                     Code.FILE_NAMED,
                     f"{config.method} has every site work with all groups' networks, and {own.model} is a file; "
@@ -426,11 +359,6 @@ class Site:
             return hold_out(alone, config.validation, config.seed)
         own = held.of(run["client"])
         return replace(alone, validation=HeldOut(own, later * len(own), np.zeros(0, np.int64)))
-
-
-def _is_a_file(model: str) -> bool:
-    """Whether a network is no name of one, but somebody's file, or an encoder in somebody's folder."""
-    return ":" in model or model == "distilbert"
 
 
 def _check_frozen(run: RunInfo, group: int, task: Task) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,27 +95,34 @@ class SiteEngine(Engine):
                 [request for request in requests if isinstance(request, Train)]
             )
         elif requests:  # a server without data has no test samples to score
-            yield from self._clients(requests, lambda client: down)
+            (answers,) = self._clients([(requests, down)])
+            yield from answers
 
     def run_all(self, broadcasts: Sequence[tuple[Sequence[Request], Message]]) -> list[Iterator[Tree]]:
         """All at once: sites are not to wait for those of another group or region."""
         if len(broadcasts) == 1 or self._masked is not None:
             return super().run_all(broadcasts)
-        requests: list[Any] = [request for some, _ in broadcasts for request in some]
-        down = {request.client: down for some, down in broadcasts for request in cast(Sequence[Train], some)}
-        answers = self._clients(requests, down.__getitem__)
-        return [itertools.islice(answers, len(some)) for some, _ in broadcasts]
+        return self._clients(cast(Sequence[tuple[Sequence[Any], Message]], broadcasts))
 
-    def _clients(self, requests: Sequence[Any], down: Callable[[int], Message]) -> Iterator[Tree]:
-        first = requests[0]
-        bodies = {request.client: request_fields(request) for request in requests}
-        arriving = self._exchange(first, down, bodies, kind_of(first), self._least, trains=True)
-        answers: dict[int, Any] = {}
-        for client in bodies:
-            while client not in answers:
-                sender, answer = next(arriving)
-                answers[sender] = answer
-            yield answers.pop(client)
+    def _clients(self, broadcasts: Sequence[tuple[Sequence[Any], Message]]) -> list[Iterator[Tree]]:
+        """The answers to each broadcast, in the order of its requests."""
+        every = [request for requests, _ in broadcasts for request in requests]
+        if not every:
+            return [iter(()) for _ in broadcasts]
+        down = {request.client: message for requests, message in broadcasts for request in requests}
+        bodies = {request.client: request_fields(request) for request in every}
+        kind = kind_of(every[0])
+        arriving = self._exchange(every[0], down.__getitem__, bodies, kind, self._least, trains=True)
+        early: dict[int, Tree] = {}  # those that arrived before it was their turn
+
+        def in_order(requests: Sequence[Any]) -> Iterator[Tree]:
+            for request in requests:
+                while request.client not in early:
+                    sender, answer = next(arriving)
+                    early[sender] = answer
+                yield early.pop(request.client)
+
+        return [in_order(requests) for requests, _ in broadcasts]
 
     def _exchange(
         self,

@@ -10,7 +10,7 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import checkpoints, cluster, engine, growth, methods, profile, server, start
+from benchmarks import checkpoints, cluster, engine, growth, methods, networks, profile, server, start
 from benchmarks.peers.environments import FLOWER, FLOWER_START, PFL, PFL_BY_HAND
 from benchmarks.table import Row, shown, write
 from benchmarks.work import HOME
@@ -181,11 +181,18 @@ def time_cluster() -> Iterator[Row]:
         yield Row("cluster", what, f"{each:.3f} s", f"one node {found[1]:.3f} s", found[1] / each)
 
 
+def time_networks() -> Iterator[Row]:
+    for method, (together, apart) in networks.round_costs(rounds=3, repeats=3).items():
+        what, beside = f"{networks.WORK.name}: {method}", f"the sum of one network each: {apart:.2f} s"
+        yield Row("networks", what, f"{together:.2f} s", beside, together / apart, at_most=1.1)
+
+
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "engine": time_rounds,
     "runs": time_runs,
     "server": time_server,
     "methods": time_methods,
+    "networks": time_networks,
     "profile": profile_methods,
     "growth": measure_growth,
     "checkpoints": time_checkpoints,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +10,29 @@ import pytest
 import torch
 
 import fedstill
+from fedstill.building.config import resolve
+from fedstill.building.data import load_data, undivided
+from fedstill.building.setup import check_networks
 from fedstill.core import tree
+from fedstill.core.errors import SettingError
 from fedstill.core.reports import Refusal, code_of, report, step_of
 from fedstill.core.tree import Tree
 from fedstill.deployment import region as regional
 from fedstill.deployment.local_inputs import LocalInputs
 from fedstill.deployment.policy import Policy
+from fedstill.deployment.region import RegionalServer
+from fedstill.deployment.server import serve
 from fedstill.deployment.site import Site
+from fedstill.deployment.site_engine import Terms
+from fedstill.methods.t1 import T1
 from fedstill.metrics.records import RoundRecord
 from fedstill.running.callbacks import Callback, RunView
+from fedstill.running.retries import Retries
+from fedstill.running.uplinks import RoundFailed
 from support import regions
 from support.quick import QUICK
 from support.runs import slow
-from support.sites import NAMES, Silence, Wire, alone, served
+from support.sites import NAMES, SETTINGS, Silence, Wire, alone, served
 
 DEEP = {"name": "deep", "model": "mlp", "model_options": {"hidden": [12, 8]}}
 SETTINGS_OF_GROUPS: dict[str, Any] = {
@@ -129,6 +139,77 @@ def test_a_group_of_which_nobody_answers_keeps_its_model_and_the_round_goes_on(
     assert models(tmp_path / "silent/run") == models(tmp_path / "away/run")
 
 
+class InPairs(Wire):
+    """Four sites, two of each group, of which those that are `quiet` answer no request to train in a round."""
+
+    def __init__(self, folder: Path, quiet: str, round_: int) -> None:
+        self.sites = {name: Site(folder / name, LocalInputs(), Policy()) for name in "abcd"}
+        self.away, self.quiet, self.round = set[str](), quiet, round_
+
+    def answer(self, name: str, request: Tree) -> Any:
+        body = request["request"]
+        quiet = name in self.quiet and body and body["kind"] == "Train" and body["round"] == self.round
+        return Silence("no answer within 5 s") if quiet else super().answer(name, request)
+
+    def served(self, out: Path, callbacks: Sequence[Callback] = ()) -> Any:
+        group = [SETTINGS_OF_GROUPS["group"][0] | {"clients": ["a", "b"]}, DEEP]
+        config = resolve(SETTINGS | {"group": group, "clients": 4, "rounds": 3, "method": "fedavg+t1"})
+        pause = lambda missing: False  # noqa: E731
+        return serve(config, "abcd", self, out, terms=Terms(timeout=5), pause=pause, callbacks=callbacks)
+
+
+@pytest.fixture
+def t1_needs_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(T1, "fewest_clients", 2)
+
+
+@pytest.mark.usefixtures("t1_needs_two")
+def test_a_group_of_which_too_few_answer_for_its_rule_is_as_if_nobody_had(tmp_path: Path) -> None:
+    """T1 forgets the latest model of the one that did."""
+    for quiet in ("b", "ab"):
+        result = InPairs(tmp_path / quiet, quiet, 2).served(tmp_path / quiet / "run")
+        assert [record["dropped"] for record in result.records] == [0, len(quiet), 0]
+        kept = f"small keeps its model: only {2 - len(quiet)} of 2 clients gave a usable answer, 2 are needed"
+        assert kept in (tmp_path / quiet / "run/log.txt").read_text()
+    assert models(tmp_path / "b/run") == models(tmp_path / "ab/run")
+
+
+def test_a_group_that_nobody_has_trained_yet_keeps_its_first_model_with_t1(tmp_path: Path) -> None:
+    class Silent(Wire):
+        def answer(self, name: str, request: Tree) -> Any:
+            body = request["request"]
+            quiet = name == "south" and body and body["kind"] == "Train" and body["round"] == 1
+            return Silence("no answer within 5 s") if quiet else super().answer(name, request)
+
+    result = served(Silent(tmp_path / "sites"), tmp_path / "run", "fedprox+t1", **SETTINGS_OF_GROUPS)
+    plain = alone(tmp_path / "plain", "fedprox", **HERE | {"rounds": 1})
+    first, second = (record["groups"]["small"]["accuracy"] for record in result.records)
+    assert first != second
+    assert plain.records[0]["groups"]["small"]["accuracy"] != first, "it was not trained"
+    assert "no longer finite" not in (tmp_path / "run/log.txt").read_text()
+
+
+@pytest.mark.usefixtures("t1_needs_two")
+@pytest.mark.parametrize(("away", "tried"), [("bd", False), ("d", True)])
+def test_a_round_counts_as_tried_where_some_group_has_enough_of_its_clients(
+    away: str, tried: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Leaving(Callback):
+        def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+            wire.away = set(away)
+
+    def after(self: Retries, error: RoundFailed, names: Any, *, connected: bool, arrived: Any) -> None:
+        seen.append(connected)
+        raise error
+
+    seen: list[bool] = []
+    monkeypatch.setattr(Retries, "after", after)
+    wire = InPairs(tmp_path, "abcd", 2)
+    with pytest.raises(RoundFailed, match="only 0 of"):
+        wire.served(tmp_path / "run", [Leaving()])
+    assert seen == [tried]
+
+
 @pytest.mark.slow
 def test_a_round_in_which_no_group_gets_enough_answers_is_tried_again(tmp_path: Path) -> None:
     class Dying(Wire):
@@ -162,6 +243,29 @@ def test_a_killed_server_goes_on_with_all_groups(tmp_path: Path) -> None:
     assert models(tmp_path / "run") == models(tmp_path / "alone")
 
 
+@pytest.mark.parametrize(
+    ("method", "settings", "words"),
+    [
+        (
+            "fedavg",
+            {"group": [{"model": "mlp", "clients": ["east"]}, {"model": "cnn"}]},
+            "unknown client in group 'east'",
+        ),
+        ("fedavg", {"models": ["mlp", "cnn", "mlp", "cnn", "lenet5"]}, "group 'lenet5' has none of the 3 clients"),
+        ("fedproto", {"models": ["mlp", "cnn"]}, "feature_size=84 gives all networks"),
+        ("fedavg+dp", {"models": ["mlp", "cnn"], "noise_multiplier": 1.0}, "dp adds noise to the sum"),
+        ("fedavg", {"models": ["mlp", "cnn"], "secure_aggregation": True}, "secure_aggregation adds up"),
+        ("fedavg+ccvr", {"models": ["mlp", "cnn"]}, "ccvr needs one network"),
+    ],
+)
+def test_a_server_refuses_networks_that_cannot_work_before_a_site_has_come(
+    method: str, settings: dict[str, Any], words: str
+) -> None:
+    config = resolve(SETTINGS | settings | {"method": method})
+    with pytest.raises(SettingError, match=words):
+        check_networks(config, undivided(config, load_data(config)), NAMES)
+
+
 # --- networks of one's own --------------------------------------------------------------------------------------------
 
 
@@ -193,7 +297,7 @@ def test_a_site_opens_no_file_that_a_server_deals_it(files: dict[str, str], tmp_
         served(wire_of(tmp_path, south=LocalInputs()), tmp_path / "run", group=group, rounds=1)
     assert not (tmp_path / "server.ran").exists()
     group[0]["clients"] = ["north"]
-    with pytest.raises(Refusal, match=r"every site work with all groups' networks, and .*server\.py:net is a file"):
+    with pytest.raises(Refusal, match=r"every site work with all groups' networks, and .*server\.py:net is a file, or"):
         served(
             wire_of(tmp_path, north=LocalInputs(model=files["site"])), tmp_path / "across", "fedgkd",
             group=group, rounds=1, across=True,
@@ -204,6 +308,65 @@ def test_a_site_opens_no_file_that_a_server_deals_it(files: dict[str, str], tmp_
 def test_a_site_opens_nothing_that_a_server_names_among_its_networks(dealt: Any, tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"(evil\.py:net|distilbert); give yours to the site"):
         served(wire_of(tmp_path), tmp_path / "run", "local", models=dealt)
+
+
+def test_a_region_opens_no_file_that_another_region_is_dealt(files: dict[str, str], tmp_path: Path) -> None:
+    """Nor does it need one: it has its own."""
+
+    class Noted(RegionalServer):
+        def handle(self, message: Tree) -> Tree:
+            requests[self.directory.name] = message
+            return super().handle(message)
+
+    requests: dict[str, Tree] = {}
+    east, west = regions.SETTINGS["region"]
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:
+        patch.setattr(regional, "_NEWCOMERS_TIMEOUT", 0.5)
+        patch.setattr(regions, "RegionalServer", Noted)
+        world = regions.World(tmp_path)
+        world.regions["east"].inputs = LocalInputs(model=files["site"])
+        for site in regions.SITES["east"]:
+            world.sites["east"].there[site] = Site(tmp_path / site, LocalInputs(model=files["site"]), regions.POLICY)
+        named = [east | {"model": files["server"]}, west | {"model": "mlp"}]
+        result = regions.served(world, tmp_path / "run", "f2l", region=named, rounds=2)
+        assert result.summary["dropped"] == 0
+        elsewhere = tmp_path / "elsewhere.py"  # not loaded by this process yet
+        elsewhere.write_text((tmp_path / "server.py").read_text())
+        for name, message in requests.items():
+            message["run"]["config"] = message["run"]["config"].replace(files["server"], f"{elsewhere}:net")
+            message["run"]["number"] = "f" * 16
+            world.regions[name].handle(message | {"request": None, "down": {}})
+        assert not elsewhere.with_suffix(".ran").exists()
+
+
+def test_a_group_s_encoder_is_the_site_s_own_or_none() -> None:
+    table = {"name": "a", "model": "distilbert", "model_options": {"pretrained": "/the/servers"}, "clients": [0]}
+    text = resolve(SETTINGS | {"group": [table, DEEP]}).toml()
+    for inputs in (LocalInputs(model="distilbert", pretrained="/mine"), LocalInputs(pretrained="/mine")):
+        assert inputs.network(inputs.config(text), 0).model_options["pretrained"] == "/mine"
+    for inputs in (LocalInputs(model="distilbert"), LocalInputs()):
+        with pytest.raises(Refusal, match="give yours to the site"):
+            inputs.network(inputs.config(text), 0)
+    own = LocalInputs(model="distilbert", pretrained="/mine").network(LocalInputs(model="mlp").config(text), 1)
+    assert own.model_options["pretrained"] == "/mine"
+
+
+def test_a_network_of_a_site_s_own_has_the_features_that_all_have_in_common(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"models": ["mlp", "cnn"], "model_options": {"feature_size": 6}, "rounds": 1}
+    allow = ("fedproto",)
+    wire = wire_of(tmp_path, allow, west=LocalInputs(model="resnet8"))
+    assert served(wire, tmp_path / "run", "fedproto", **settings).summary["dropped"] == 0
+    group: list[dict[str, Any]] = [
+        {"name": "a", "model": "mlp", "clients": ["west"], "model_options": {"feature_size": 6}},
+        {"name": "b", "model": "cnn", "model_options": {"feature_size": 6}},
+    ]
+    wire = wire_of(tmp_path / "own", allow, west=LocalInputs(model="resnet8"))
+    assert served(wire, tmp_path / "own/run", "fedproto", group=group, rounds=1).summary["dropped"] == 0
+    wire = wire_of(tmp_path / "other", allow, west=LocalInputs(model="mlp"))
+    alike = [{**table, "model": "cnn", "model_options": {}} for table in group]
+    with pytest.raises(SettingError, match=r"features of one size: here they are 200, elsewhere 84; .*feature_size=84"):
+        served(wire, tmp_path / "other/run", "fedproto", group=alike, rounds=1)
 
 
 def test_a_site_with_another_network_than_its_group_is_left_out(tmp_path: Path) -> None:

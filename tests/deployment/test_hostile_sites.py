@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
+import statistics
 import threading
 import time
 import tracemalloc
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fedstill
 from fedstill.building.config import resolve
@@ -426,6 +429,39 @@ def test_of_two_sites_the_first_is_no_measure_for_the_other_until_both_were_aske
     waits.finish("Train", ["quick", "slow"])
     assert waits.allowance("Train", "slow", 2) == 30.0
     assert waits.allowance("Train", "quick", 2) == 5000.0
+
+
+def test_sites_with_a_slower_network_are_measured_by_each_other() -> None:
+    """Else they would be left out of every round."""
+    slow = {"deep", "deeper", "deepest"}
+    waits = waiting.ResponseTimes(None, lambda site: site in slow)
+    sites = ["a", "b", "c", "d", "deep", "deeper"]
+    first = waiting.RequestDeadline(waits, "Train", sites, least=1)
+    arriving = first.watch((site, {}) for site in sites)
+    assert [next(arriving)[0] for _ in range(4)] == sites[:4]
+    assert first.moment() == math.inf, "none of them has answered yet"
+    for site, seconds in {"deep": 60.0, "deeper": 70.0, "b": 4.0, "c": 4.0}.items():
+        waits.add("Train", site, seconds)
+    waits.finish("Train", sites)
+    assert waits.allowance("Train", "deeper", 2) == 600.0
+    assert waits.allowance("Train", "a", 4) == 40.0
+    alone = waiting.ResponseTimes(None, lambda site: site == "a")
+    alone.add("Train", "b", 5.0)
+    alone.finish("Train", ["a"])
+    assert alone.allowance("Train", "a", 1) == 50.0, "there is nobody like it"
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1))
+def test_the_median_of_the_others_is_that_of_their_last_times(answers: list[tuple[int, int]]) -> None:
+    waits, last = waiting.ResponseTimes(None), dict[str, float]()
+    for number, times in answers:
+        waits.add("Train", str(number), 10.0 * times)
+        last[str(number)] = 10.0 * times
+    waits.finish("Train", map(str, range(7)))
+    for site in map(str, range(7)):
+        others = [seconds for who, seconds in last.items() if who != site]
+        expected = max(30.0, 10 * statistics.median_high(others)) if others else math.inf
+        assert waits.allowance("Train", site, 7) == expected
 
 
 def test_a_site_that_answers_as_late_as_it_may_gets_no_more_time_by_that(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>\S.*?) -->\n)?```console\n(?P<text>.*?)```", re.S)
 # What makes the commands short; nothing else about them is changed.
 SHORT = {"epochs": 1, "fraction": 0.1, "engine": "inline", "batch_size": 64}
+SETTINGS = re.compile(r"```toml\n# ([\w-]+\.toml)\b.*?\n(.*?)```", re.S)  # a file whose name the page gives
 FIRST = ("index", "getting-started")  # whose Python runs too
 FEWER = {"rounds": 2, "seeds": 1, "samples": 20, "points": 3}
 
@@ -72,6 +73,8 @@ def settings() -> set[str]:
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comparing, "run_cells", run_here)
+    for name, text in SETTINGS.findall(page.read_text()):
+        (tmp_path / name).write_text(text)
     for words in runnable(page):
         short = shortened(words)
         answer = type_in(*short)

@@ -63,7 +63,7 @@ def test_after_50_random_rounds_the_mean_is_that_of_all_cached_models(tmp_path: 
             latest[int(k)] = model.astype(np.float64)
         state = kept.state()
         expected = direct_mean(latest, sizes.astype(np.float64), w0.astype(np.float64) if mode == "w0" else None)
-        np.testing.assert_allclose(kept.mean(torch.float64), expected, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(kept.mean(torch.from_numpy(w0).double()).numpy(), expected, rtol=0, atol=1e-13)
     assert len(latest) == clients - 3
 
 

@@ -66,12 +66,23 @@ def test_groups_name_their_clients_or_ask_for_a_number_or_a_share() -> None:
         ({"group": [{"model": "cnn", "clients": [1, 1]}, {"model": "mlp"}]}, "client 1 is named twice"),
         ({"group": [{"model": "cnn", "clients": 2}, {"model": "mlp", "clients": 3}]}, "there are 6 in all"),
         ({"group": [{"model": "cnn"}], "models": ["cnn"]}, "leave one out"),
+        ({"group": [{"model": "cnn", "clients": 2, "share": 0.5}, {"model": "mlp"}]}, "leave one out"),
+        ({"group": [{"model": "cnn", "clients": [-1]}]}, r"group\.0\.clients\.0 = -1: should be greater"),
         ({"models": ["cnn", "mlp"], "regions": 2}, "cannot be divided into regions"),
     ],
 )
 def test_what_cannot_be_dealt_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         dealt(**settings)
+
+
+def test_shares_that_make_a_whole_are_rounded_to_all_clients() -> None:
+    halves = [{"name": "a", "model": "cnn", "share": 0.5}, {"name": "b", "model": "mlp", "share": 0.5}]
+    assert sorted(map(len, dealt(clients=5, group=halves))) == [2, 3]
+    thirds = [
+        {"name": name, "model": "cnn", "share": share} for name, share in zip("abc", (0.34, 0.33, 0.33), strict=True)
+    ]
+    assert list(map(len, dealt(clients=20, group=thirds))) == [7, 7, 6]
 
 
 # --- what methods need ----------------------------------------------------------------------------------------------

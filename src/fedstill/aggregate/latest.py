@@ -74,5 +74,6 @@ class LatestMean:
             self.replace(up.client, round_, up["model"], int(sizes[up.client]))
             yield up
 
-    def mean(self, dtype: torch.dtype) -> Tensor:
-        return (self.sum / self.weight).to(dtype)
+    def mean(self, otherwise: Tensor) -> Tensor:
+        """The mean, or another model as long as no client counts: nobody of a group may have been drawn yet."""
+        return (self.sum / self.weight).to(otherwise.dtype) if self.weight else otherwise

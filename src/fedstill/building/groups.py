@@ -28,9 +28,10 @@ class Group:
 
 
 def group_config(config: Config, own: GroupSettings) -> Config:
-    """The settings of a group alone."""
-    options = config.model_options | own.model_options
-    return config.model_copy(update={"model": own.model, "model_options": options, "models": [], "group": []})
+    """The settings of a group alone, in which no other group's network is named."""
+    own_network = {"model": own.model, "model_options": config.model_options | own.model_options}
+    regions = [region.model_copy(update={"model": "", "model_options": {}}) for region in config.region]
+    return config.model_copy(update=own_network | {"models": [], "group": [], "region": regions})
 
 
 def first_network(config: Config) -> Config:
@@ -90,7 +91,7 @@ def as_member(task: Task, config: Config, number: int, federation: Federation, m
     """The task of a client with its own network, as that of its group: it knows other groups' if the method asks."""
     tables, names = config.each_group(), group_names(config)
     own = task.named(names[number])
-    if any(part.needs_other_networks for part in method.parts()):
+    if method.needs_other_networks:
         others = [i for i in range(len(tables)) if i != number]
         tasks = {i: with_network(task, group_config(config, tables[i]), federation, method) for i in others}
         own.beside(tuple(tasks[i].named(names[i]) for i in others))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -59,7 +60,8 @@ def _assigned(config: Config, names: Sequence[str]) -> list[IntArray]:
     if len(set(taken)) < len(taken):
         raise SettingError(f"group: client {max(taken, key=taken.count)} is named twice")
     left = np.setdiff1d(np.arange(total), taken)
-    counts = [own.clients or round(own.share * total) if isinstance(own.clients, int) else 0 for own in tables]
+    counts = [own.clients if isinstance(own.clients, int) else 0 for own in tables]
+    counts = [n + share for n, share in zip(counts, _rounded([own.share * total for own in tables]), strict=True)]
     open_ones = [i for i, own in enumerate(tables) if named[i] is None and not own.clients and not own.share]
     rest = len(left) - sum(counts)
     for place, i in enumerate(open_ones):
@@ -72,6 +74,19 @@ def _assigned(config: Config, names: Sequence[str]) -> list[IntArray]:
     drawn = seeds.numpy_rng(config.seed, "groups").permutation(left)
     parts = iter(np.split(drawn, np.cumsum(counts)[:-1]))
     return [np.sort(part) if own is None else np.array(sorted(own)) for own, part in zip(named, parts, strict=True)]
+
+
+def _rounded(shares: Sequence[float]) -> list[int]:
+    """Whole numbers with the rounded sum of some shares: largest remainders are rounded up.
+
+    >>> _rounded([1.5, 1.5]), _rounded([6.8, 6.6, 6.6])
+    ([2, 1], [7, 7, 6])
+    """
+    whole = [math.floor(share + 1e-9) for share in shares]
+    missing = round(sum(shares)) - sum(whole)
+    for i in sorted(range(len(shares)), key=lambda i: whole[i] - shares[i])[: max(0, missing)]:
+        whole[i] += 1
+    return whole
 
 
 def _numbers(listed: Sequence[int | str], names: Sequence[str]) -> list[int]:

@@ -26,8 +26,6 @@ def with_noise(hierarchy: Hierarchy, config: Config, federation: Federation, *, 
         raise SettingError(f"{open_ones[0]}: its method has no dp, and other regions' have; give it to all or none")
     for region in private:
         check_noise(config, region.method)
-    if hierarchy.grouped and any(isinstance(region.method, PrivateClients) for region in private):
-        raise SettingError("dp adds noise to the sum of all clients' updates, who need one network: leave models out")
     if config.class_weight == "balanced":
         raise SettingError("class_weight = 'balanced' counts clients' classes exactly, without noise: give numbers")
     if config.select or config.patience:
@@ -35,6 +33,14 @@ def with_noise(hierarchy: Hierarchy, config: Config, federation: Federation, *, 
     if hierarchy.redrawn:
         raise SettingError("fixed_regions = false: dp is accounted region by region, and clients would change theirs")
     return replace(hierarchy, regions=tuple(_solved(region, config, federation, elsewhere) for region in private))
+
+
+def check_one_sum(config: Config, hierarchy: Hierarchy) -> None:
+    """Refuse different networks where all clients' updates are added up."""
+    private = hierarchy.grouped and any(isinstance(region.method, PrivateClients) for region in hierarchy.regions)
+    if private or (config.secure_aggregation and not config.same_network):
+        what = "dp adds noise to the sum of" if private else "secure_aggregation adds up"
+        raise SettingError(f"{what} all clients' updates, who need one network: leave models, or [[group]] tables, out")
 
 
 def check_noise(config: Config, method: Method) -> None:

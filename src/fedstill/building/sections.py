@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 
 class ColumnSettings(BaseModel):
@@ -66,3 +66,9 @@ class GroupSettings(BaseModel):
         0, description="how many clients, or which, by number or name; 0: an equal share of those that are left"
     )
     share: float = Field(0.0, ge=0, lt=1, description="instead of clients: which share of them")
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> GroupSettings:
+        if self.clients and self.share:
+            raise ValueError("clients and share both say which clients it has; leave one out")
+        return self

@@ -13,7 +13,7 @@ from fedstill.attacks.attack import Attack, plan
 from fedstill.building.config import Config
 from fedstill.building.data import data_notes, divide, encoder_of, load_data, standardise, wanted_size
 from fedstill.building.groups import Group, first_network, group_config, make_groups
-from fedstill.building.privacy import check_noise, with_noise
+from fedstill.building.privacy import check_noise, check_one_sum, with_noise
 from fedstill.building.task import Network, make_task
 from fedstill.building.topology import (
     Hierarchy,
@@ -111,9 +111,8 @@ def prepare(
     check_labels(config.method, method, federation)
     hierarchy = arrange(config, task, federation, method, groups)
     check_attendance(hierarchy, config, federation, elsewhere=elsewhere)
+    check_one_sum(config, hierarchy)
     hierarchy = with_noise(hierarchy, config, federation, elsewhere=elsewhere)
-    if config.secure_aggregation and groups:
-        raise SettingError("secure_aggregation adds up all clients' updates, who need one network: leave models out")
     if config.secure_aggregation:
         check_secure(config, [(region.task, region.method) for region in hierarchy.regions])
     attack = attack_of(config, federation, hierarchy)
@@ -206,6 +205,21 @@ def check_secure(config: Config, trained: Sequence[tuple[Task, Method]]) -> None
             f"max_update_ratio = {config.max_update_ratio:g}: with secure_aggregation no single update can be "
             "measured; leave it out"
         )
+
+
+def check_networks(config: Config, federation: Federation, names: Sequence[str]) -> None:
+    """Refuse networks that cannot be dealt to clients of these names, or that the method cannot work with.
+
+    So a server knows before its sites come; their data, of which it has none, are no part of it.
+    """
+    if config.same_network:
+        return
+    method, everything = registry.make(config.method, config.hyper), len(federation.train_index)
+    offsets = np.array([0, *[everything] * len(names)])
+    clients = replace(federation, train_offsets=offsets, test_offsets=offsets * 0, names=tuple(names), validation=None)
+    task = make_task(first_network(config), clients, method)
+    groups = make_groups(config, task, clients, method)
+    check_one_sum(config, arrange(config, task, clients, method, groups))
 
 
 def largest_answer(config: Config, federation: Federation) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from fedstill.building.config import Config
 from fedstill.building.data import dataset_in, load_data, undivided
-from fedstill.building.setup import largest_answer
+from fedstill.building.setup import check_networks, largest_answer
 from fedstill.cli.commands import Flags, config_of, console, own_callbacks, print_results, run_in, run_name, say
 from fedstill.cli.failure import TERMINATED, Terminated
 from fedstill.core.errors import SettingError, unknown
@@ -27,7 +27,7 @@ from fedstill.deployment.local_inputs import LocalInputs
 from fedstill.deployment.policy import Policy
 from fedstill.deployment.protocol import SiteLink
 from fedstill.deployment.region import RegionalServer
-from fedstill.deployment.server import regions_of
+from fedstill.deployment.server import regions_of, sites_in_order
 from fedstill.deployment.server import serve as serve_sites
 from fedstill.deployment.site import Site
 from fedstill.deployment.site_engine import Terms
@@ -108,7 +108,10 @@ def serve(
         regions_of(config, names)
     hearing = own_callbacks(callbacks, trackers)
     _warn(insecure)
-    limit = largest_answer(config, undivided(config, widest(config, dataset_in(load_data(config)))))
+    held = undivided(config, widest(config, dataset_in(load_data(config))))
+    clients = [str(k) for k in range(config.clients)] if regional else sites_in_order(path, names, revoked)
+    check_networks(config, held, clients)
+    limit = largest_answer(config, held)
     with (
         _terminable(),
         run_in(path, again="the same command") as display,

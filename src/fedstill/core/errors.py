@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _PACKAGE = str(Path(__file__).parents[1])
 ENTRY_POINTS = ("fedstill.methods", "fedstill.models", "fedstill.datasets")
 _PYTHON = sysconfig.get_path("stdlib")
+_KIND = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$")  # what pydantic calls the alternatives of a type
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -53,7 +54,8 @@ def explain(error: ValidationError) -> str:
     """A validation error as one line: each setting, its value, what is allowed."""
     lines = []
     for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"]).rstrip("_")
+        parts = [str(part) for part in problem["loc"] if not _KIND.search(str(part))]
+        where = ".".join(parts).rstrip("_")
         text = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
         lines.append(f"{where} = {problem['input']!r}: {text}" if where else text)
     return "; ".join(lines)

@@ -45,7 +45,8 @@ class LocalInputs:
                 raise Refusal(
                     Code.FILE_NAMED, f"the run has a {name} that is no name but a file, {value}; give yours to the site"
                 )
-        self._name_encoder(settings)
+        if settings.get("model") == "distilbert" and isinstance(settings.get("model_options", {}), dict):
+            settings["model_options"] = self._with_own_encoder(settings.get("model_options", {}))
         settings |= {"text_column": self.text_column, "label_column": self.label_column}
         settings |= {} if settings.get("target") else {"client_column": ""}
         return resolve(settings, {"data_dir": self.data_dir, "device": self.device})
@@ -53,32 +54,36 @@ class LocalInputs:
     def network(self, config: Config, group: int | None) -> Config:
         """The settings with the network here: the one that its group has, or its own.
 
-        Its own has the group's options where the weights are the group's, else those of the run.
+        Its own has the group's options where the weights are the group's, else those of the run and, of the group's,
+        the size of features that all networks have in common.
         """
         if group is None:
             return config
         dealt = group_config(config, config.each_group()[group])
-        if not self.model and is_a_file(dealt.model):
+        own = self.model or (dealt.model if dealt.model == "distilbert" and self.pretrained else "")
+        if not own and is_a_file(dealt.model):
             raise Refusal(
                 Code.FILE_NAMED,
                 f"the run deals a network that is a file, or pretrained, {dealt.model}; give yours to the site",
             )
-        if not self.model:
+        if not own:
             return dealt
-        shared = registry.make(config.method, config.hyper).model_per_group
-        options = dealt.model_options if shared else config.model_options
-        return dealt.model_copy(update={"model": self.model, "model_options": options})
+        options = dealt.model_options
+        if own != dealt.model and not registry.make(config.method, config.hyper).model_per_group:
+            common = {name: value for name, value in options.items() if name == "feature_size"}
+            options = config.model_options | common
+        options = self._with_own_encoder(options) if own == "distilbert" else options
+        return dealt.model_copy(update={"model": own, "model_options": options})
 
-    def _name_encoder(self, settings: dict[str, Any]) -> None:
-        options = settings.get("model_options", {})
-        if settings.get("model") != "distilbert" or not isinstance(options, dict):
-            return
+    def _with_own_encoder(self, options: dict[str, Any]) -> dict[str, Any]:
+        """A network's options with the site's pretrained encoder; the server's, if it is only the usual name."""
         if self.pretrained:
-            settings["model_options"] = options | {"pretrained": self.pretrained}
-        elif (named := options.get("pretrained", DISTILBERT)) != DISTILBERT:
+            return options | {"pretrained": self.pretrained}
+        if (named := options.get("pretrained", DISTILBERT)) != DISTILBERT:
             raise Refusal(
                 Code.FILE_NAMED, f"the run begins with a pretrained encoder, {named!r:.80}; give yours to the site"
             )
+        return options
 
 
 def is_a_file(model: str) -> bool:

@@ -77,7 +77,7 @@ def serve(
     if regional:
         clients = regions_of(config, names)
     else:
-        with_keys, names = names, _order(out, names, revoked)
+        with_keys, names = names, sites_in_order(out, names, revoked)
         config = config.model_copy(update={"clients": len(names)})
     # What a checkpoint does not have would have to be requested from the sites again.
     config = config.model_copy(update={"checkpoint_every": 1})
@@ -160,7 +160,15 @@ def serve(
 
     def engine(worker: Worker) -> Engine:
         # Regional servers see sums alone, and send their models as they are.
-        return SiteEngine(worker, link, registry, terms, least=least, masked=None if regional else _declared(setup))
+        return SiteEngine(
+            worker,
+            link,
+            registry,
+            terms,
+            least=least,
+            masked=None if regional else _declared(setup),
+            networks=setup.group_of,
+        )
 
     return api.run_in_directory(
         setup,
@@ -300,7 +308,7 @@ def _check_counts(directory: RunDirectory, names: Sequence[str], terms: Terms) -
         )
 
 
-def _order(out: Path, names: Sequence[str], revoked: Collection[str]) -> list[str]:
+def sites_in_order(out: Path, names: Sequence[str], revoked: Collection[str]) -> list[str]:
     """The sites of a run, in the order of their clients: those of a new one by name, and of one that has begun its own.
 
     A run that has begun keeps the number of its clients: one that was revoked is absent from now on, and one that was

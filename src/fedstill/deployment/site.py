@@ -57,7 +57,7 @@ from fedstill.deployment.protocol import (
 )
 from fedstill.engine.worker import FinalExchange, Request, Score, Source, Train, Worker, request_from
 from fedstill.methods import registry
-from fedstill.methods.base import Method, Part, misfit
+from fedstill.methods.base import NETWORKS, Method, Part, misfit
 from fedstill.methods.kinds import Kind
 from fedstill.metrics.scores import COUNTED, FUNCTIONS, ClassCounts
 from fedstill.models.base import frozen_digest
@@ -300,23 +300,25 @@ class Site:
             task = make_task(own, federation, method)
         if number is None or method.model_per_group:
             _check_frozen(run, number or 0, task)
+        if number is not None and self._inputs.model and not method.model_per_group:
+            _check_in_common(task, group_config(config, config.each_group()[number]), federation, method)
         if number is not None and config.flat and method.model_per_group:
-            self._check_other_networks(config, method, federation.dataset)
+            self._check_other_networks(config, number, method, federation.dataset)
             task = as_member(task, config, number, federation, method)
         return own, task
 
-    def _check_other_networks(self, config: Config, method: Method, dataset: Dataset) -> None:
+    def _check_other_networks(self, config: Config, number: int, method: Method, dataset: Dataset) -> None:
         """Refuse other groups' networks that are a server's file, or too large, where clients work with them."""
-        if not any(part.needs_other_networks for part in method.parts()):
+        if not method.needs_other_networks:
             return
-        for own in config.each_group():
-            if is_a_file(own.model) and own.model != self._inputs.model:
+        for other in [table for i, table in enumerate(config.each_group()) if i != number]:
+            if is_a_file(other.model):
                 raise Refusal(
                     Code.FILE_NAMED,
-                    f"{config.method} has every site work with all groups' networks, and {own.model} is a file; "
-                    "across=false does without",
+                    f"{config.method} has every site work with all groups' networks, and {other.model} is a file, or "
+                    "pretrained; across=false does without",
                 )
-            policies.check_network(self._policy, group_config(config, own), dataset, method)
+            policies.check_network(self._policy, group_config(config, other), dataset, method)
 
     def _fetching(self, *, own: bool) -> AbstractContextManager[None]:
         """What a server names is not fetched from the network, unless the policy says so."""
@@ -365,6 +367,19 @@ def _check_frozen(run: RunInfo, group: int, task: Task) -> None:
     """Refuse another encoder than the server's: the rest of the network would not fit it."""
     if run["frozen"] and run["frozen"][group : group + 1] != [frozen_digest(task.build().module)]:
         raise SettingError("the frozen part of the network is not the server's: another pretrained encoder is meant")
+
+
+def _check_in_common(task: Task, dealt: Config, federation: Federation, method: Method) -> None:
+    """Refuse a network of the site's own if what the method has it send is of another size than the others send."""
+    if is_a_file(dealt.model):
+        return  # which is not opened here
+    others = make_task(dealt, federation, method)
+    if method.wire(task).up != method.wire(others).up:
+        raise SettingError(
+            f"{dealt.method} needs {NETWORKS[method.networks]}: here they are {task.feature_dim}, elsewhere "
+            f"{others.feature_dim}; model_options.feature_size={others.feature_dim} in the run's settings gives all "
+            "networks features of one size"
+        )
 
 
 def _class_weight(run: RunInfo) -> tuple[float, ...]:

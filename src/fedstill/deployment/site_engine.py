@@ -56,14 +56,18 @@ class SiteEngine(Engine):
         *,
         least: int = 1,
         masked: Callable[[int], Mapping[str, Part]] | None = None,
+        networks: Sequence[int] = (),
     ) -> None:
         """Without a `worker` nothing is tested here; `least`: how many answers are enough for a round.
 
         With `masked`, which gives what the clients of a region send, only the sum of their updates arrives here.
+        `networks`: the number of each client's; none: all have one.
         """
         self._masked = masked
         self._link, self._registry, self._terms, self._least = link, registry, terms, least
-        self._times = ResponseTimes(terms.wait_after)
+        self._times = ResponseTimes(
+            terms.wait_after, lambda site: networks[registry.clients[site][0]] if len(networks) else 0
+        )
         self._anew = set(terms.recount)  # sites that may have lost their state
         self._local = worker and Inline(worker)
         self.request_timeout = terms.timeout  # seconds that a site may take, where that is less

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
-from statistics import median_high
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -22,29 +23,45 @@ class ResponseTimes:
 
     Once enough have answered, the rest have `wait_after` seconds from the last answer on. Unless that is given, it is
     ten times the median of what the others took last, at least 30 s: a site's own time gives it no more. There is no
-    such limit the first time that a site is asked, until more than half as many others are known.
+    such limit the first time that a site is asked, until more than half as many others are known. The others are those
+    with the same network; only for a site that is alone with its own are they all.
     """
 
-    def __init__(self, wait_after: float | None) -> None:
-        self._wait_after = wait_after
+    def __init__(self, wait_after: float | None, network_of: Callable[[str], int] = lambda site: 0) -> None:
+        self._wait_after, self.network_of = wait_after, network_of
         self._seconds: dict[tuple[str, str], float] = {}  # by kind of request and site
+        self._sorted: defaultdict[tuple[str, int | None], list[float]] = defaultdict(list)  # by network; None: of all
         self._requested = set[tuple[str, str]]()
 
     def allowance(self, kind: str, site: str, asked: int) -> float:
-        """Seconds that a site, one of so many that are asked, has after the others' last answer."""
+        """Seconds that a site, one of so many with its network that are asked, has after the others' last answer."""
         if self._wait_after is not None:
             return self._wait_after
-        others = [seconds for (what, who), seconds in self._seconds.items() if what == kind and who != site]
-        first = (kind, site) not in self._requested
-        if not others or (first and 2 * len(others) <= asked):
+        own, alike = self._seconds.get((kind, site)), self._sorted[kind, self.network_of(site)]
+        others = len(alike) - (own is not None)
+        if (kind, site) not in self._requested and 2 * others <= asked:
             return math.inf
-        return max(_SHORTEST, _FACTOR * median_high(others))
+        usual = _median_without(own, alike if others else self._sorted[kind, None])
+        return math.inf if usual is None else max(_SHORTEST, _FACTOR * usual)
 
     def add(self, kind: str, site: str, seconds: float) -> None:
+        before = self._seconds.get((kind, site))
+        for network in (self.network_of(site), None):
+            times = self._sorted[kind, network]
+            if before is not None:
+                del times[bisect_left(times, before)]
+            insort(times, seconds)
         self._seconds[kind, site] = seconds
 
     def finish(self, kind: str, sites: Iterable[str]) -> None:
         self._requested.update((kind, site) for site in sites)
+
+
+def _median_without(own: float | None, times: Sequence[float]) -> float | None:
+    """The (higher) median of sorted times but one; None if there are no others."""
+    middle = (len(times) - (own is not None)) // 2
+    middle += own is not None and middle >= bisect_left(times, own)
+    return times[middle] if middle < len(times) else None
 
 
 class RequestDeadline:
@@ -52,7 +69,8 @@ class RequestDeadline:
 
     def __init__(self, times: ResponseTimes, kind: str, sites: Iterable[str], *, least: int) -> None:
         self._times, self._kind, self._least = times, kind, least
-        self._sites = list(sites)
+        self._sites, self._network = list(sites), times.network_of
+        self._asked = Counter(map(self._network, self._sites))
         self._waiting = set(self._sites)
         self._answers = 0
         self._began = self._last = time.monotonic()
@@ -61,7 +79,8 @@ class RequestDeadline:
         """The moment of the monotonic clock at which it is over."""
         if self._answers < self._least or not self._waiting:
             return math.inf
-        return self._last + max(self._times.allowance(self._kind, site, len(self._sites)) for site in self._waiting)
+        allowed = (self._times.allowance(self._kind, site, self._asked[self._network(site)]) for site in self._waiting)
+        return self._last + max(allowed)
 
     def watch(self, answers: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """The answers as they come."""

@@ -98,7 +98,7 @@ class FedKF(AcrossGroups):
             return super().aggregate(server, uplinks)
         cache = LatestMean.restore(server.store, server.state["cache"])
         super().aggregate(server, cache.updated(uplinks, server.round, server.sizes))
-        server.state |= {"cache": cache.state(), "oca": cache.mean(server.model.dtype)}
+        server.state |= {"cache": cache.state(), "oca": cache.mean(server.model)}
         return None
 
     def models(self, server: Server) -> dict[str, Tensor]:

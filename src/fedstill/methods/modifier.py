@@ -40,6 +40,10 @@ class Modifier(Method):
         return "one" if self.has_final_exchange else self.inner.networks
 
     @property
+    def needs_other_networks(self) -> bool:
+        return self.inner.needs_other_networks
+
+    @property
     def averages_all_clients(self) -> bool:
         return self.inner.averages_all_clients
 

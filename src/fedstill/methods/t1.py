@@ -59,4 +59,4 @@ class T1(Modifier):
             return super().models(server)
         latest = LatestMean.restore(server.store, server.state[_STATE])
         (_, model), *others = super().models(server).items()
-        return {"with T1": latest.mean(server.model.dtype), "without T1": model, **dict(others)}
+        return {"with T1": latest.mean(model), "without T1": model, **dict(others)}

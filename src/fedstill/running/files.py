@@ -106,9 +106,11 @@ def best_model(group: str) -> str:
 
     >>> best_model("Phones")
     'best-phones.safetensors'
+    >>> best_model("Ärzte & Co.")
+    'best-ärzte-co.safetensors'
     """
     return f"best-{_slug(group)}.safetensors"
 
 
 def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return re.sub(r"[\W_]+", "-", name.lower()).strip("-")

@@ -56,6 +56,15 @@ class _OpenRound:
     seconds: float  # that the server took for it
 
 
+@dataclass(frozen=True)
+class _ClosedRound:
+    """The same once the clients have answered."""
+
+    region: Region
+    uplinks: Checked
+    trained: bool  # or too few of a group answered, and it keeps its model
+
+
 class FederatedTraining(ABC):
     """The servers of a run: the global one, and those of its regions or groups."""
 
@@ -107,11 +116,17 @@ class FederatedTraining(ABC):
 
     @property
     def fewest_connected(self) -> int:
-        """How many clients must be there for a round to be worth trying."""
+        """How many clients must be able to take part for a round to be worth trying."""
+        if self.setup.hierarchy.grouped:
+            return self.setup.config.min_clients
         return max(fewest_answers(self.setup.config, region.method) for region in self.setup.hierarchy.regions)
 
     def _connected(self, engine: Engine) -> int:
-        return sum(len(region.clients) for region in self.setup.hierarchy.regions) - len(engine.absent())
+        """How many clients can take part: of a group of which too few are there, none."""
+        absent, regions = engine.absent(), self.setup.hierarchy.regions
+        present = [sum(k not in absent for k in region.clients.tolist()) for region in regions]
+        least = [self._fewest(engine, region) if self.setup.hierarchy.grouped else 0 for region in regions]
+        return sum(there for there, needed in zip(present, least, strict=True) if there >= needed)
 
     def _more_than(self, engine: Engine, before: int) -> bool:
         return self._connected(engine) > before
@@ -125,17 +140,17 @@ class FederatedTraining(ABC):
         tally = Tally()
         opened = [self._open(engine, region, cohort, measure=measure) for region, cohort in cohorts]
         answers = engine.run_all([(each.requests, each.down) for each in opened])
-        received = [self._close(engine, each, own, tally) for each, own in zip(opened, answers, strict=True)]
-        trained = [r.region for r, uplinks in zip(opened, received, strict=True) if uplinks.good or not r.before]
+        closed = [self._close(engine, each, own, tally) for each, own in zip(opened, answers, strict=True)]
         if self.setup.hierarchy.grouped:
-            self._check_enough(received)
+            self._check_enough(closed)
             self._across_groups(tally)
-        for region in trained:
-            region.method.end(self.regional[region.number])
+        for each in closed:
+            if each.trained:
+                each.region.method.end(self.regional[each.region.number])
         self.active_since_checkpoint.update(k for _, cohort in cohorts for k in cohort)
         if engine.remote:
             self._check_finite(round_)
-        return tally, trained
+        return tally, [each.region for each in closed if each.trained]
 
     def _check_finite(self, round_: int) -> None:
         """Refuse what the servers have become, if finite answers added up to something else."""
@@ -165,10 +180,11 @@ class FederatedTraining(ABC):
         requests = [Train(k, round_, measure, self._trained_as(region, k), self._state_of(k)) for k in cohort]
         return _OpenRound(region, requests, down, before, time.perf_counter() - began)
 
-    def _close(self, engine: Engine, opened: _OpenRound, answers: Iterator[Tree], tally: Tally) -> Checked:
-        """Aggregate what its clients answer. A group of which none does is as it was before the round."""
+    def _close(self, engine: Engine, opened: _OpenRound, answers: Iterator[Tree], tally: Tally) -> _ClosedRound:
+        """Aggregate what its clients answer. A group of which too few do is as it was before the round."""
         config, region, down = self.setup.config, opened.region, opened.down
         method, server, wire = region.method, self.regional[region.number], region.method.wire(region.task)
+        round_ = self.server.round
         began, private = time.perf_counter(), protects_clients(method)
         uplinks = Checked(
             server.cohort,
@@ -188,19 +204,23 @@ class FederatedTraining(ABC):
             received = colluding(attack, method, server, received) if attack.colludes else received
             if config.secure_aggregation and not engine.remote:  # of clients elsewhere nothing but the mean arrives
                 received = averaged(received, wire.up)
+            trained = True
             try:
                 method.aggregate(server, received)
             except TooFewClients as error:
-                if uplinks.good or not opened.before:
+                if not opened.before:
                     raise
+                trained = False
                 log.warning("%s keeps its model: %s", region.name, error)
                 known = tree.decode(opened.before)
                 server.model, server.state = known["model"], known["state"]
+                self.directory.settle()
+                server.store.rollback(round_ - 1)
         self.client_states |= {str(k): uplinks.states[k] for k in uplinks.good if k in uplinks.states}
         tally.add(uplinks, nbytes(down) * len(server.cohort))
         tally.left_out += self.client_names(uplinks.dropped) if engine.remote else []
         tally.server_seconds += opened.seconds + time.perf_counter() - began - uplinks.waited
-        return uplinks
+        return _ClosedRound(region, uplinks, trained)
 
     def _fewest(self, engine: Engine, region: Region) -> int:
         """How many usable answers a region's round needs, or a group's, of whose clients one may have been drawn."""
@@ -211,12 +231,14 @@ class FederatedTraining(ABC):
         by_chance = protects_clients(method) and method.guarantee and method.guarantee.sampling == "poisson"
         return min(least, len(self.regional[region.number].cohort)) if by_chance else least  # nobody may be drawn
 
-    def _check_enough(self, received: Sequence[Checked]) -> None:
+    def _check_enough(self, closed: Sequence[_ClosedRound]) -> None:
         """Of all groups together, of which some may have been left out."""
-        good, least = sum(len(uplinks.good) for uplinks in received), self.setup.config.min_clients
-        if good < least:
-            dropped = {client: why for uplinks in received for client, why in uplinks.dropped.items()}
-            raise TooFewClients(good, good + len(dropped), least, dropped)
+        good = sum(len(each.uplinks.good) for each in closed if each.trained)
+        if good < (least := self.setup.config.min_clients):
+            dropped = {client: why for each in closed for client, why in each.uplinks.dropped.items()}
+            raise TooFewClients(
+                good, sum(len(self.regional[each.region.number].cohort) for each in closed), least, dropped
+            )
 
     def _trained_as(self, region: Region, client: int) -> int:
         """Which of the worker's pairs of task and method a client trains with: its group's, or its region's."""

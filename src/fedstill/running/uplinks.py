@@ -31,10 +31,10 @@ class TooFewClients(RoundFailed):
     """A round got fewer usable answers than it needs."""
 
     def __init__(self, good: int, asked: int, least: int, dropped: Mapping[int, str], who: str = "client") -> None:
-        last = next(reversed(list(dropped.values())), "no answer")
+        last = "".join(f"; the last one dropped: {why}" for why in list(dropped.values())[-1:])
         super().__init__(
-            f"only {good} of {asked} {who}s gave a usable answer, {least} are needed (min_clients, or the method); "
-            f"the last one dropped: {last}",
+            f"only {good} of {asked} {who}s gave a usable answer, {least} are needed (min_clients, or the method)"
+            + last,
             dropped,
         )
 

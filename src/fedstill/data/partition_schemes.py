@@ -236,7 +236,8 @@ def n_way(
 ) -> IntArray:
     """Each client gets n random classes and k samples of each, both drawn within `ways_spread` of `ways` and `shots`.
 
-    As FedProto's n-way k-shot clients, but no sample goes to two of them. At least two classes, at most all, and one sample.
+    As FedProto's n-way k-shot clients, but no sample goes to two of them. At least two classes, at most all there are,
+    and one sample.
     """
     class_sizes = np.bincount(labels)
     classes = len(class_sizes)

@@ -147,8 +147,9 @@ class Config(BaseModel):
     # model
     model: str = Field(
         IMAGE_MODEL,
-        description="network: lenet5, resnet8, resnet8-w64, resnet11, resnet18, resnet50, shufflenetv2, cnn, mlp; of "
-        "text transformer, bag, lstm, distilbert; or file.py:function; default on text: transformer, on tables: mlp",
+        description="network: lenet5, resnet8, resnet8-w64, resnet11, resnet18, resnet20, resnet32, resnet50, "
+        "shufflenetv2, cnn, mlp; of text transformer, bag, lstm, distilbert; or file.py:function; default on text: "
+        "transformer, on tables: mlp",
     )
     model_options: dict[str, Any] = Field(
         default_factory=dict,

@@ -11,7 +11,7 @@ from fedstill.core.errors import SettingError, unknown
 from fedstill.models.base import Classifier
 from fedstill.models.checks import whole, wholes
 from fedstill.models.pretrained import distilbert
-from fedstill.models.resnet import resnet8, resnet8_w64, resnet11, resnet18, resnet50
+from fedstill.models.resnet import resnet8, resnet8_w64, resnet11, resnet18, resnet20, resnet32, resnet50
 from fedstill.models.shufflenet import shufflenetv2
 from fedstill.models.small import cnn, lenet5, mlp
 from fedstill.models.text import bag, lstm, transformer
@@ -40,6 +40,8 @@ _NETWORKS = {
     "resnet8-w64": _Network(resnet8_w64, smallest=8),
     "resnet11": _Network(resnet11, smallest=8),
     "resnet18": _Network(resnet18, smallest=16),
+    "resnet20": _Network(resnet20, smallest=8),
+    "resnet32": _Network(resnet32, smallest=8),
     "resnet50": _Network(resnet50, smallest=16),
     "shufflenetv2": _Network(shufflenetv2, smallest=16),
     "transformer": _Network(transformer, smallest=None, text=True),

@@ -1,4 +1,4 @@
-"""The residual networks: ResNet-8, ResNet-11, ResNet-18 and ResNet-50."""
+"""The residual networks: ResNet-8, 20 and 32 for small images, ResNet-11, ResNet-18 and ResNet-50."""
 
 from __future__ import annotations
 
@@ -23,12 +23,22 @@ def resnet8(shape: Sequence[int], classes: int, *, width: int = 16, norm: str | 
 
     `norm` is "batch", "group" (16 channels per group) or a number of channels per group.
     """
-    return _resnet8(shape, classes, whole("width", width, 1), _norm_layer(norm, group=16))
+    return _three_stages(shape, classes, whole("width", width, 1), 1, _norm_layer(norm, group=16))
+
+
+def resnet20(shape: Sequence[int], classes: int, *, width: int = 16, norm: str | int = "batch") -> Classifier:
+    """ResNet-20 for small images (He et al. 2016): three basic blocks a stage; see `resnet8` for `norm`."""
+    return _three_stages(shape, classes, whole("width", width, 1), 3, _norm_layer(norm, group=16))
+
+
+def resnet32(shape: Sequence[int], classes: int, *, width: int = 16, norm: str | int = "batch") -> Classifier:
+    """ResNet-32 for small images: the same with five."""
+    return _three_stages(shape, classes, whole("width", width, 1), 5, _norm_layer(norm, group=16))
 
 
 def resnet8_w64(shape: Sequence[int], classes: int, *, norm: str | int = "group") -> Classifier:
     """ResNet-8 of FedKF: 64, 128, 256 channels, where `norm="group"` has one channel per group."""
-    return _resnet8(shape, classes, 64, _norm_layer(norm, group=1))
+    return _three_stages(shape, classes, 64, 1, _norm_layer(norm, group=1))
 
 
 def resnet11(
@@ -123,9 +133,9 @@ class _Stage:
         )
 
 
-def _resnet8(shape: Sequence[int], classes: int, width: int, normal: NormLayer) -> Classifier:
+def _three_stages(shape: Sequence[int], classes: int, width: int, blocks: int, normal: NormLayer) -> Classifier:
     stages = [
-        _Stage(channels=(planes, planes), kernels=(3, 3), strides=(stride, 1), blocks=1)
+        _Stage(channels=(planes, planes), kernels=(3, 3), strides=(stride, 1), blocks=blocks)
         for planes, stride in zip((width, 2 * width, 4 * width), (1, 2, 2), strict=True)
     ]
     return _residual_network(_stem(shape[0], width, normal, kernel=3, stride=1), width, stages, classes, normal)

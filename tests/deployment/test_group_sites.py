@@ -11,25 +11,28 @@ import torch
 
 import fedstill
 from fedstill.building.config import resolve
-from fedstill.building.data import load_data, undivided
-from fedstill.building.setup import check_networks
+from fedstill.cli import network
 from fedstill.core import tree
 from fedstill.core.errors import SettingError
 from fedstill.core.reports import Refusal, code_of, report, step_of
 from fedstill.core.tree import Tree
 from fedstill.deployment import region as regional
+from fedstill.deployment import site_engine
 from fedstill.deployment.local_inputs import LocalInputs
 from fedstill.deployment.policy import Policy
 from fedstill.deployment.region import RegionalServer
 from fedstill.deployment.server import serve
 from fedstill.deployment.site import Site
 from fedstill.deployment.site_engine import Terms
+from fedstill.deployment.waiting import ResponseTimes
 from fedstill.methods.t1 import T1
 from fedstill.metrics.records import RoundRecord
+from fedstill.running import retries
 from fedstill.running.callbacks import Callback, RunView
 from fedstill.running.retries import Retries
 from fedstill.running.uplinks import RoundFailed
 from support import regions
+from support.commandline import fedstill as type_in
 from support.quick import QUICK
 from support.runs import slow
 from support.sites import NAMES, SETTINGS, Silence, Wire, alone, served
@@ -140,20 +143,27 @@ def test_a_group_of_which_nobody_answers_keeps_its_model_and_the_round_goes_on(
 
 
 class InPairs(Wire):
-    """Four sites, two of each group, of which those that are `quiet` answer no request to train in a round."""
+    """Four sites, two of each group. The answers to requests to train in a round do not arrive of those that are quiet.
 
-    def __init__(self, folder: Path, quiet: str, round_: int) -> None:
+    `quiet`: by round, at each attempt, and what is trained again at the last.
+    """
+
+    def __init__(self, folder: Path, quiet: Mapping[int, Sequence[str]]) -> None:
         self.sites = {name: Site(folder / name, LocalInputs(), Policy()) for name in "abcd"}
-        self.away, self.quiet, self.round = set[str](), quiet, round_
+        self.away, self.quiet = set[str](), {round_: list(names) for round_, names in quiet.items()}
 
-    def answer(self, name: str, request: Tree) -> Any:
-        body = request["request"]
-        quiet = name in self.quiet and body and body["kind"] == "Train" and body["round"] == self.round
-        return Silence("no answer within 5 s") if quiet else super().answer(name, request)
+    def send_requests(self, requests: Mapping[str, Tree], **more: Any) -> Iterator[tuple[str, Any]]:
+        bodies = [request["request"] for request in requests.values()]
+        trains = bodies and bodies[0] and bodies[0]["kind"] == "Train"
+        attempts = self.quiet.get(bodies[0]["round"], []) if trains else []
+        silent = attempts.pop(0) if attempts else ""
+        for name, answer in super().send_requests(requests, **more):
+            yield name, Silence("no answer within 5 s") if name in silent else answer
 
-    def served(self, out: Path, callbacks: Sequence[Callback] = ()) -> Any:
+    def served(self, out: Path, method: str = "fedavg+t1", **settings: Any) -> Any:
         group = [SETTINGS_OF_GROUPS["group"][0] | {"clients": ["a", "b"]}, DEEP]
-        config = resolve(SETTINGS | {"group": group, "clients": 4, "rounds": 3, "method": "fedavg+t1"})
+        callbacks = settings.pop("callbacks", ())
+        config = resolve(SETTINGS | {"group": group, "clients": 4, "rounds": 3, "method": method} | settings)
         pause = lambda missing: False  # noqa: E731
         return serve(config, "abcd", self, out, terms=Terms(timeout=5), pause=pause, callbacks=callbacks)
 
@@ -167,7 +177,7 @@ def t1_needs_two(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_group_of_which_too_few_answer_for_its_rule_is_as_if_nobody_had(tmp_path: Path) -> None:
     """T1 forgets the latest model of the one that did."""
     for quiet in ("b", "ab"):
-        result = InPairs(tmp_path / quiet, quiet, 2).served(tmp_path / quiet / "run")
+        result = InPairs(tmp_path / quiet, {2: [quiet]}).served(tmp_path / quiet / "run")
         assert [record["dropped"] for record in result.records] == [0, len(quiet), 0]
         kept = f"small keeps its model: only {2 - len(quiet)} of 2 clients gave a usable answer, 2 are needed"
         assert kept in (tmp_path / quiet / "run/log.txt").read_text()
@@ -204,10 +214,41 @@ def test_a_round_counts_as_tried_where_some_group_has_enough_of_its_clients(
 
     seen: list[bool] = []
     monkeypatch.setattr(Retries, "after", after)
-    wire = InPairs(tmp_path, "abcd", 2)
+    wire = InPairs(tmp_path, {2: ["abcd"]})
     with pytest.raises(RoundFailed, match="only 0 of"):
-        wire.served(tmp_path / "run", [Leaving()])
+        wire.served(tmp_path / "run", callbacks=[Leaving()])
     assert seen == [tried]
+
+
+def test_what_a_group_sent_in_an_attempt_that_failed_does_not_teach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retries, "_FIRST", 0.01)
+    settings = POOL | QUICK["feddf"] | {"min_clients": 2}
+    for name, quiet in {"retried": ["bcd", "ab"], "once": ["ab"]}.items():
+        InPairs(tmp_path / name, {2: quiet}).served(tmp_path / name / "run", "feddf", **settings)
+    assert "is tried again" in (tmp_path / "retried/run/log.txt").read_text()
+    assert models(tmp_path / "retried/run") == models(tmp_path / "once/run")
+
+
+def test_what_sites_spent_of_their_privacy_is_counted_in_rounds_that_their_group_did_not_count(tmp_path: Path) -> None:
+    spent = {}
+    for name, quiet in {"all": {}, "late": {2: ["ab"], 3: ["cd"]}}.items():
+        result = InPairs(tmp_path / name, quiet).served(tmp_path / name / "run", "fedavg+dp-sgd", noise_multiplier=1.0)
+        spent[name] = [record["epsilon"] for record in result.records]
+    assert spent["late"] == spent["all"], "every site has trained three times"
+
+
+def test_sites_are_waited_for_as_long_as_their_group_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noted(ResponseTimes):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    made: list[ResponseTimes] = []
+    monkeypatch.setattr(site_engine, "ResponseTimes", Noted)
+    InPairs(tmp_path, {}).served(tmp_path / "run", rounds=1)
+    assert [made[0].network_of(name) for name in "abcd"] == [0, 0, 1, 1]
 
 
 @pytest.mark.slow
@@ -256,14 +297,27 @@ def test_a_killed_server_goes_on_with_all_groups(tmp_path: Path) -> None:
         ("fedavg+dp", {"models": ["mlp", "cnn"], "noise_multiplier": 1.0}, "dp adds noise to the sum"),
         ("fedavg", {"models": ["mlp", "cnn"], "secure_aggregation": True}, "secure_aggregation adds up"),
         ("fedavg+ccvr", {"models": ["mlp", "cnn"]}, "ccvr needs one network"),
+        ("fedavg+krum", {"models": ["mlp", "cnn"]}, "mlp: krum asks for at least 5 clients a round, and round 1 has 2"),
+        ("fedavg+krum", {}, "krum asks for at least 5 clients a round, and round 1 has 3"),
     ],
 )
-def test_a_server_refuses_networks_that_cannot_work_before_a_site_has_come(
-    method: str, settings: dict[str, Any], words: str
+def test_a_server_refuses_what_cannot_work_before_a_site_has_come(
+    method: str, settings: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = resolve(SETTINGS | settings | {"method": method})
-    with pytest.raises(SettingError, match=words):
-        check_networks(config, undivided(config, load_data(config)), NAMES)
+    def listening(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(network, "_listening", listening)
+    text = resolve(SETTINGS | settings | {"method": method}).toml()
+    (tmp_path / "run.toml").write_text(text)
+    for folder in ("sites", "keys"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr(network, "_public_keys", lambda keys: dict.fromkeys(NAMES, b""))
+    monkeypatch.setattr(network, "_revoked", lambda keys: set())
+    answer = type_in("serve", tmp_path / "run.toml", "--keys", tmp_path / "keys", "--out", tmp_path / "out")
+    assert answer.code == 2
+    assert words in answer.err
+    assert not (tmp_path / "out").exists()
 
 
 # --- networks of one's own --------------------------------------------------------------------------------------------
@@ -367,6 +421,15 @@ def test_a_network_of_a_site_s_own_has_the_features_that_all_have_in_common(tmp_
     alike = [{**table, "model": "cnn", "model_options": {}} for table in group]
     with pytest.raises(SettingError, match=r"features of one size: here they are 200, elsewhere 84; .*feature_size=84"):
         served(wire, tmp_path / "other/run", "fedproto", group=alike, rounds=1)
+
+
+def test_a_site_of_a_network_of_its_own_builds_none_of_the_server_s_beyond_its_limit(tmp_path: Path) -> None:
+    big = {"name": "big", "model": "cnn", "clients": ["west"], "model_options": {"hidden": [6000], "feature_size": 6}}
+    group = [big, {"name": "b", "model": "mlp", "model_options": {"hidden": [8], "feature_size": 6}}]
+    wire = wire_of(tmp_path, ("fedproto",))
+    wire.sites["west"] = Site(tmp_path / "west", LocalInputs(model="mlp"), Policy(("fedproto",), max_parameters=10**5))
+    with pytest.raises(Refusal, match=r"number of parameters is .*, and this site's policy allows 100000"):
+        served(wire, tmp_path / "run", "fedproto", group=group, rounds=1)
 
 
 def test_a_site_with_another_network_than_its_group_is_left_out(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import fedstill
 from fedstill.core.tree import Tree
+from fedstill.data import download
 from fedstill.deployment import region as regional
 from fedstill.metrics.records import RoundRecord
 from fedstill.running.callbacks import Callback, RunView
@@ -228,3 +229,20 @@ def test_a_global_server_that_went_back(tmp_path: Path) -> None:
     assert weights(tmp_path / "run") == weights(tmp_path / "alone")
     rounds = next((tmp_path / "east/runs").iterdir()) / "metrics.jsonl"
     assert [json.loads(line)["round"] for line in rounds.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_region_fetches_no_encoder_that_the_global_server_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetching: dict[str, list[bool]] = {"largest_answer": [], "make_task": []}
+    for name, seen in fetching.items():
+        original = getattr(regional, name)
+
+        def noted(*given: Any, seen: list[bool] = seen, original: Any = original) -> Any:
+            seen.append(download.allowed())
+            return original(*given)
+
+        monkeypatch.setattr(regional, name, noted)
+    monkeypatch.delenv("FEDSTILL_OFFLINE", raising=False)
+    served(World(tmp_path), tmp_path / "run", "fedavg+f2l", rounds=2)
+    assert fetching == {"largest_answer": [False, False], "make_task": [False, False]}

@@ -68,6 +68,25 @@ def test_after_50_random_rounds_the_mean_is_that_of_all_cached_models(tmp_path: 
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_clients_that_come_later_count_from_then_on(tmp_path: Path, mode: CacheInit) -> None:
+    """Sites may join a run that has begun."""
+    w0, models = torch.full((3,), 5.0, dtype=torch.float64), torch.eye(3, dtype=torch.float64)
+    kept = LatestMean.start(Store(tmp_path), w0, np.array([10, 0, 0]), mode)
+    joined = np.array([10, 30, 20])
+    assert list(kept.updated(iter([Uplink(1, 30, {"model": models[1]})]), 1, joined))
+    expected = models[1] if mode == "seen" else (30 * models[1] + 30 * w0) / 60
+    torch.testing.assert_close(kept.mean(w0), expected)
+    assert list(kept.updated(iter(Uplink(k, 10, {"model": models[k]}) for k in (0, 2)), 2, joined))
+    torch.testing.assert_close(kept.mean(w0), (10 * models[0] + 30 * models[1] + 20 * models[2]) / 60)
+
+
+def test_of_clients_of_whom_none_counts_the_mean_is_the_model_there_is(tmp_path: Path) -> None:
+    for mode in MODES:
+        kept = LatestMean.start(Store(tmp_path), torch.zeros(2), np.array([0, 0]), mode)
+        assert kept.mean(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_t1_hands_every_uplink_on_and_evaluates_the_mean(tmp_path: Path, mode: CacheInit) -> None:
     sizes = [5, 50, 1, 9, 30]
     server, plain = tiny_server(tmp_path / "a", sizes), tiny_server(tmp_path / "b", sizes)

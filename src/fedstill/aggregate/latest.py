@@ -69,7 +69,10 @@ class LatestMean:
         self.store.write(client, round_, {"model": model, "samples": samples})
 
     def updated(self, uplinks: Iterator[U], round_: int, sizes: NDArray[np.int64]) -> Iterator[U]:
-        """The uplinks as they come, each client's model noted on the way."""
+        """The uplinks as they come, each client's model noted on the way; `sizes` are those of all clients."""
+        if self.initial is not None and (joined := float(sizes.sum()) - self.weight):  # some came since
+            self.sum.add_(self.initial, alpha=joined)
+            self.weight += joined
         for up in uplinks:
             self.replace(up.client, round_, up["model"], int(sizes[up.client]))
             yield up

@@ -207,19 +207,18 @@ def check_secure(config: Config, trained: Sequence[tuple[Task, Method]]) -> None
         )
 
 
-def check_networks(config: Config, federation: Federation, names: Sequence[str]) -> None:
-    """Refuse networks that cannot be dealt to clients of these names, or that the method cannot work with.
+def check_clients(config: Config, federation: Federation, names: Sequence[str]) -> None:
+    """Refuse what cannot work with clients of these names, whatever their data: networks, regions, too few of them.
 
-    So a server knows before its sites come; their data, of which it has none, are no part of it.
+    So a server knows before its sites come.
     """
-    if config.same_network:
-        return
-    method, everything = registry.make(config.method, config.hyper), len(federation.train_index)
-    offsets = np.array([0, *[everything] * len(names)])
-    clients = replace(federation, train_offsets=offsets, test_offsets=offsets * 0, names=tuple(names), validation=None)
+    method, sample = registry.make(config.method, config.hyper), np.arange(len(names) + 1)
+    one_each = replace(federation, train_index=sample[:-1] * 0, train_offsets=sample, test_offsets=sample * 0)
+    clients = replace(one_each, names=tuple(names), validation=None)
     task = make_task(first_network(config), clients, method)
-    groups = make_groups(config, task, clients, method)
-    check_one_sum(config, arrange(config, task, clients, method, groups))
+    hierarchy = arrange(config, task, clients, method, make_groups(config, task, clients, method))
+    check_attendance(hierarchy, config, clients, elsewhere=True)
+    check_one_sum(config, hierarchy)
 
 
 def largest_answer(config: Config, federation: Federation) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from fedstill.building.config import Config
 from fedstill.building.data import dataset_in, load_data, undivided
-from fedstill.building.setup import check_networks, largest_answer
+from fedstill.building.setup import check_clients, largest_answer
 from fedstill.cli.commands import Flags, config_of, console, own_callbacks, print_results, run_in, run_name, say
 from fedstill.cli.failure import TERMINATED, Terminated
 from fedstill.core.errors import SettingError, unknown
@@ -110,7 +110,7 @@ def serve(
     _warn(insecure)
     held = undivided(config, widest(config, dataset_in(load_data(config))))
     clients = [str(k) for k in range(config.clients)] if regional else sites_in_order(path, names, revoked)
-    check_networks(config, held, clients)
+    check_clients(config, held, clients)
     limit = largest_answer(config, held)
     with (
         _terminable(),

@@ -254,14 +254,13 @@ class _RegionRun:
         self._table = config.each_region()[self._number]
         self._whole = registry.make(config.method, config.hyper)
         self._method = regional_method(self._table, config, self._whole)
-        may_download = bool(server.inputs.data) or server.policy.download
-        with during(Step.LOAD), nullcontext() if may_download else download.refused():
+        with during(Step.LOAD), self._fetching(own=bool(server.inputs.data)):
             self._config, federation = _server_data(config, self._method, run_info)
         policies.check_network(server.policy, self._config, federation.dataset, self._whole)
         place = server.directory / "runs" / run_number(run_info)
-        self._link: SiteLink = RecordedLink(
-            server.link(largest_answer(self._config, federation)), place / files.RECEIVED
-        )
+        with self._fetching(own=bool(server.inputs.pretrained)):
+            most_bytes = largest_answer(self._config, federation)
+        self._link: SiteLink = RecordedLink(server.link(most_bytes), place / files.RECEIVED)
         clients = {name: np.array([k]) for name, k in zip(names, self._members, strict=True)}
         self._registry = SiteRegistry(
             clients,
@@ -290,6 +289,10 @@ class _RegionRun:
 
     def close(self) -> None:
         self._opened.close()
+
+    def _fetching(self, *, own: bool) -> AbstractContextManager[None]:
+        """What a server names is not fetched from the network, unless the policy says so."""
+        return nullcontext() if own or self._server.policy.download else download.refused()
 
     def sample_counts(self) -> Tree:
         """The numbers of samples of the sites; 0 of those that are not there yet."""
@@ -371,7 +374,8 @@ class _RegionRun:
         config, federation = self._config, self._registry.federation
         settings = config.model_copy(update=self._table.overrides())
         local = replace(local_training(settings, federation), steps_per_epoch=self.run_info["steps"][self._number])
-        task = make_task(config, federation, self._whole).trained_as(local)
+        with self._fetching(own=bool(self._server.inputs.pretrained)):
+            task = make_task(config, federation, self._whole).trained_as(local)
         name = self._table.name or f"region {self._number + 1}"
         region = Region(self._number, name, self._members, self._method, task, settings.participation)
         hierarchy = with_noise(Hierarchy((region,)), config, federation, elsewhere=True)

@@ -301,7 +301,7 @@ class Site:
         if number is None or method.model_per_group:
             _check_frozen(run, number or 0, task)
         if number is not None and self._inputs.model and not method.model_per_group:
-            _check_in_common(task, group_config(config, config.each_group()[number]), federation, method)
+            self._check_in_common(task, group_config(config, config.each_group()[number]), federation, method)
         if number is not None and config.flat and method.model_per_group:
             self._check_other_networks(config, number, method, federation.dataset)
             task = as_member(task, config, number, federation, method)
@@ -319,6 +319,19 @@ class Site:
                     "pretrained; across=false does without",
                 )
             policies.check_network(self._policy, group_config(config, other), dataset, method)
+
+    def _check_in_common(self, task: Task, dealt: Config, federation: Federation, method: Method) -> None:
+        """Refuse a network of the site's own if what the method has it send is of another size than the others send."""
+        if is_a_file(dealt.model) or method.networks == "any":
+            return  # it is not opened here, or whatever it is
+        policies.check_network(self._policy, dealt, federation.dataset, method)
+        others = make_task(dealt, federation, method)
+        if method.wire(task).up != method.wire(others).up:
+            raise SettingError(
+                f"{dealt.method} needs {NETWORKS[method.networks]}: here they are {task.feature_dim}, elsewhere "
+                f"{others.feature_dim}; with model_options.feature_size={others.feature_dim} in the run's settings all "
+                "networks have features of one size"
+            )
 
     def _fetching(self, *, own: bool) -> AbstractContextManager[None]:
         """What a server names is not fetched from the network, unless the policy says so."""
@@ -367,19 +380,6 @@ def _check_frozen(run: RunInfo, group: int, task: Task) -> None:
     """Refuse another encoder than the server's: the rest of the network would not fit it."""
     if run["frozen"] and run["frozen"][group : group + 1] != [frozen_digest(task.build().module)]:
         raise SettingError("the frozen part of the network is not the server's: another pretrained encoder is meant")
-
-
-def _check_in_common(task: Task, dealt: Config, federation: Federation, method: Method) -> None:
-    """Refuse a network of the site's own if what the method has it send is of another size than the others send."""
-    if is_a_file(dealt.model):
-        return  # which is not opened here
-    others = make_task(dealt, federation, method)
-    if method.wire(task).up != method.wire(others).up:
-        raise SettingError(
-            f"{dealt.method} needs {NETWORKS[method.networks]}: here they are {task.feature_dim}, elsewhere "
-            f"{others.feature_dim}; model_options.feature_size={others.feature_dim} in the run's settings gives all "
-            "networks features of one size"
-        )
 
 
 def _class_weight(run: RunInfo) -> tuple[float, ...]:

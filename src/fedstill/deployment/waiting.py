@@ -24,7 +24,7 @@ class ResponseTimes:
     Once enough have answered, the rest have `wait_after` seconds from the last answer on. Unless that is given, it is
     ten times the median of what the others took last, at least 30 s: a site's own time gives it no more. There is no
     such limit the first time that a site is asked, until more than half as many others are known. The others are those
-    with the same network; only for a site that is alone with its own are they all.
+    with the same network; all, as long as none of those has answered.
     """
 
     def __init__(self, wait_after: float | None, network_of: Callable[[str], int] = lambda site: 0) -> None:

@@ -401,7 +401,7 @@ def refuse_one_file(setup: Setup) -> None:
         if other != region.name:
             raise SettingError(
                 f"group: the models of {other!r} and {region.name!r} would be one file, "
-                f"{files.further_model(region.name)}; give them names that differ in letters a to z or digits"
+                f"{files.further_model(region.name)}; give them names that differ in letters or digits"
             )
 
 

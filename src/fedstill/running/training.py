@@ -172,7 +172,7 @@ class FederatedTraining(ABC):
         before = tree.encode({"model": server.model, "state": server.state}) if self.setup.hierarchy.grouped else b""
         server.round, server.notes = round_, {}
         server.drawn, server.simulated = self._cohorts.drawn[region.number], not engine.remote
-        server.cohort = cohort
+        server.cohort, server.ensembles = cohort, {}  # whose updates of a round that failed are not to teach
         method.begin(server)
         down = method.downlink(server)
         if problem := misfit(down, method.wire(region.task).down):
@@ -212,8 +212,10 @@ class FederatedTraining(ABC):
                     raise
                 trained = False
                 log.warning("%s keeps its model: %s", region.name, error)
-                known = tree.decode(opened.before)
+                known, earlier = tree.decode(opened.before), server.state
                 server.model, server.state = known["model"], known["state"]
+                if method.guarantee and earlier:
+                    method.guarantee.remember(server, earlier)
                 self.directory.settle()
                 server.store.rollback(round_ - 1)
         self.client_states |= {str(k): uplinks.states[k] for k in uplinks.good if k in uplinks.states}

@@ -12,7 +12,7 @@ from torch import nn
 
 import fedstill
 from fedstill.building.config import resolve
-from fedstill.building.members import deal
+from fedstill.building.members import clients_of_groups
 from fedstill.building.setup import prepare
 from fedstill.core.errors import SettingError
 from fedstill.deployment.local_inputs import LocalInputs
@@ -40,7 +40,7 @@ def run_of(method: str) -> dict[str, Any]:
 
 def dealt(clients: int = 6, **settings: Any) -> list[list[int]]:
     config = resolve({"method": "local"} | settings)
-    return [part.tolist() for part in deal(config, [f"site {k}" for k in range(clients)])]
+    return [part.tolist() for part in clients_of_groups(config, [f"site {k}" for k in range(clients)])]
 
 
 def test_networks_are_dealt_in_turn_and_one_named_twice_goes_to_twice_as_many() -> None:

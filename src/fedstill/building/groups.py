@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedstill.building.config import Config, GroupSettings, is_object
-from fedstill.building.members import deal
+from fedstill.building.members import clients_of_groups
 from fedstill.building.task import Network, with_network
 from fedstill.core.arrays import IntArray
 from fedstill.core.errors import SettingError
@@ -58,7 +58,8 @@ def make_groups(
         raise SettingError(f"models: the run has {', '.join(config.models)}, and {len(models)} are given")
     objects = {name: net for name, net in zip(config.models, models, strict=False) if not isinstance(net, str)}
     groups: list[Group] = []
-    for number, (own, clients) in enumerate(zip(tables, deal(config, federation.client_names), strict=True)):
+    members = clients_of_groups(config, federation.client_names)
+    for number, (own, clients) in enumerate(zip(tables, members, strict=True)):
         settings = group_config(config, own)
         if is_object(own.model) and own.model not in objects:
             raise SettingError(f"models: {own.model} is a network of your own; give it again")
@@ -83,7 +84,7 @@ def group_names(config: Config) -> list[str]:
 
 def own_group(config: Config, client: int, clients: int) -> int | None:
     """The number of a client's group, where groups name clients by their numbers; None: all have one network."""
-    dealt = deal(config, tuple(map(str, range(clients))))
+    dealt = clients_of_groups(config, tuple(map(str, range(clients))))
     return next((number for number, members in enumerate(dealt) if client in members), None)
 
 

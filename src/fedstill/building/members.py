@@ -14,7 +14,7 @@ from fedstill.core.errors import SettingError, unknown
 from fedstill.data.partition import regions
 
 
-def assign(config: Config, clients: int) -> list[IntArray]:
+def clients_of_regions(config: Config, clients: int) -> list[IntArray]:
     """The clients of each region at the start: those it names, or as many as it asks for, drawn at random."""
     tables = config.each_region()
     named = [t.clients for t in tables if isinstance(t.clients, list)]
@@ -35,24 +35,24 @@ def assign(config: Config, clients: int) -> list[IntArray]:
     return [np.sort(part) for part in np.split(rng.permutation(clients), np.cumsum(counts)[:-1])]
 
 
-def deal(config: Config, names: Sequence[str]) -> list[IntArray]:
+def clients_of_groups(config: Config, names: Sequence[str]) -> list[IntArray]:
     """The clients of each group, by their numbers."""
     if config.same_network:
         return []
     if config.regional_networks:
-        return assign(config, len(names))
+        return clients_of_regions(config, len(names))
     if config.models:
         dealt = np.array([config.models[k % len(config.models)] for k in range(len(names))], dtype=object)
         found = [np.flatnonzero(dealt == model) for model in dict.fromkeys(config.models)]
     else:
-        found = _assigned(config, names)
+        found = _of_tables(config, names)
     for own, clients in zip(config.each_group(), found, strict=True):
         if not len(clients):
             raise SettingError(f"group {own.name or own.model!r} has none of the {len(names)} clients")
     return found
 
 
-def _assigned(config: Config, names: Sequence[str]) -> list[IntArray]:
+def _of_tables(config: Config, names: Sequence[str]) -> list[IntArray]:
     """The clients that [[group]] tables name; of the others, as many as each asks for, drawn at random."""
     tables, total = config.group, len(names)
     named = [_numbers(own.clients, names) if isinstance(own.clients, list) else None for own in tables]

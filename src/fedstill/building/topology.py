@@ -13,7 +13,7 @@ import numpy as np
 
 from fedstill.building.config import Config, RegionSettings
 from fedstill.building.groups import Group
-from fedstill.building.members import assign
+from fedstill.building.members import clients_of_regions
 from fedstill.building.task import local_training
 from fedstill.core import seeds
 from fedstill.core.arrays import IntArray
@@ -138,7 +138,8 @@ def arrange(
     if groups and config.save_teachers:
         raise SettingError("save_teachers keeps models of one network, and regions have several; leave it out")
     found = []
-    for number, (own, members) in enumerate(zip(config.each_region(), assign(config, clients), strict=True)):
+    tables, everywhere = config.each_region(), clients_of_regions(config, clients)
+    for number, (own, members) in enumerate(zip(tables, everywhere, strict=True)):
         settings = config.model_copy(update=own.overrides())
         name = own.name or f"region {number + 1}"
         base = groups[number].task if groups else task

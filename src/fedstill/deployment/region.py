@@ -17,7 +17,7 @@ from torch import Tensor
 from fedstill.attacks.attack import Attack
 from fedstill.building.config import Config, anchored
 from fedstill.building.data import dataset_in, load_data, undivided
-from fedstill.building.members import assign
+from fedstill.building.members import clients_of_regions
 from fedstill.building.privacy import with_noise
 from fedstill.building.setup import Setup, largest_answer
 from fedstill.building.task import local_training, make_task
@@ -241,7 +241,7 @@ class _RegionRun:
                 check_tokenizer(run_info["tokenizer"])
         if config.flat:
             raise SettingError("the server's run has no regions; sites join it with 'fedstill join'")
-        everywhere = assign(config, config.clients)
+        everywhere = clients_of_regions(config, config.clients)
         self._number = next(n for n, members in enumerate(everywhere) if run_info["client"] in members)
         config = server.inputs.network(config, self._number if config.regional_networks else None)
         self._members = np.sort(everywhere[self._number])

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedstill.building.config import Config, anchored, fixed
 from fedstill.building.data import dataset_in, declared, is_declared, load_data, undivided
-from fedstill.building.members import assign, numbered
+from fedstill.building.members import clients_of_regions, numbered
 from fedstill.building.setup import Setup, prepare
 from fedstill.building.task import balanced_weights
 from fedstill.core.arrays import IntArray
@@ -281,7 +281,7 @@ def regions_of(config: Config, names: Sequence[str]) -> dict[str, IntArray]:
     if methods.make(config.method, config.hyper).has_final_exchange:
         raise SettingError(f"{config.method} asks every client once more at the end, which regions do not pass on")
     called = wanted if any(wanted) else sorted(names)
-    return dict(zip(called, assign(config, config.clients), strict=True))
+    return dict(zip(called, clients_of_regions(config, config.clients), strict=True))
 
 
 def _number(directory: RunDirectory) -> str:

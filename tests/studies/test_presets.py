@@ -42,7 +42,7 @@ LISTED = {
     "dafkd": "table1-mnist table1-svhn table1-fmnist table1-emnist table2 table3 figure3 figure4 figure5 figure6",
     "fedgkd": "table3-cifar10 table3-cifar100 table3-tiny table4 table5 table6 table7 table8 table9 "
     "figure2 figure3 figure4 figure5",
-    "fedhyb": "table1 table2 table4 figure3 figure4 figure5 figure6 figure7 figure8 figure9 figure10",
+    "fedhyb": "table1 table2 table4 figure3 figure4 figure5 figure6 figure7 figure8 figure9 figure10 control-rate",
 }
 # Settings of others that no paper of ours prints.
 OF_NO_TABLE = {"feddf/heterogeneous", "fedproto/mnist", "htfl/cifar-10", "htfl/fashion-mnist"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -330,7 +332,20 @@ def test_bars_by_a_setting_have_a_series_for_each_method(runs: Path, tmp_path: P
 def test_bars_refuse_what_does_not_vary_and_what_is_not_there(runs: Path) -> None:
     assert "they do in method, alpha" in refused("bars", runs, "--by", "lr")
     assert "--metric bogus" in refused("bars", runs, "--by", "alpha", "--metric", "bogus")
-    assert "those there are: " in refused("curves", runs, "--metric", "bogus")
+
+
+def test_curves_say_which_numbers_there_are(runs: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "groups"
+    shutil.copytree(runs / "fedavg-0.5-0", copy)
+    records = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    own = {"groups": {"phones": {"accuracy": 0.5}}, "metrics": {"top5": 0.9}}
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(record | own) + "\n" for record in records))
+    said = "".join(refused("curves", copy, "--metric", "bogus").split())
+    listed = said.partition("thosethereare:")[2].split(",")
+    assert {"accuracy", "groups.phones.accuracy", "top5"} <= set(listed)
+    assert not any(name.startswith("per_class") for name in listed)
+    for name in ("groups.phones.accuracy", "top5"):
+        drawn("curves", copy, "--metric", name, out=tmp_path / "c.svg")
 
 
 def test_bubbles_show_the_partition_of_the_run(runs: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from fedstill.building.data import divide, load_data
 from fedstill.building.schema import IRRELEVANT
 from fedstill.core.errors import SettingError
 from fedstill.data.federation import Federation
-from fedstill.metrics.records import EpisodeRecord, RoundRecord, curve_metrics, value_of
+from fedstill.metrics.records import EpisodeRecord, RoundRecord, curve_metrics, scalars, value_of
 from fedstill.report import style
 from fedstill.report.bars import bars
 from fedstill.report.bubbles import bubbles
@@ -66,8 +66,8 @@ def draw_curves(
     metrics = metrics or curve_metrics(records)
     for metric in metrics:
         if all(value_of(record, metric) is None for record in records):
-            names = (name for record in records for name in (*record, *record.get("metrics", {})))
-            known = [name for name in dict.fromkeys(names) if any(value_of(r, name) is not None for r in records)]
+            names = dict.fromkeys(name for record in records for name, _ in scalars(record, "."))
+            known = [name.removeprefix("metrics.") for name in names if not name.split(".")[-1].isdecimal()]
             raise SettingError(f"--metric {metric}: no round has it; those there are: {', '.join(known) or 'none'}")
     seed_curves(round_records(groups), out, metrics=metrics, band=band, title=title or in_common(groups))
 

@@ -87,13 +87,15 @@ class Factorial(BaseModel):
         return found
 
     def students(self) -> dict[tuple[str, Levels], dict[str, Any]]:
-        """Settings of each student that the teachers of a run teach, by variant and combination of `taught`."""
+        """Settings of each student that the teachers of a run teach, by variant and combination of `taught`.
+
+        What a variant sets itself is not varied: labels alone stay labels alone.
+        """
         if not self.teachers:
             return {}
         choices = list(itertools.product(*(range(len(self.factors[name])) for name in self.taught)))
         return {
-            (variant, levels): own
-            | {name: self.factors[name][level] for name, level in zip(self.taught, levels, strict=True)}
+            (variant, levels): {n: self.factors[n][level] for n, level in zip(self.taught, levels, strict=True)} | own
             for levels in choices
             for variant, own in self.variants.items()
         }

@@ -78,19 +78,27 @@ class Run:
     plan: Plan | None  # of its preset
     factorial: Runs | None = None  # that it is one of
 
+    @property
+    def kept(self) -> bool:
+        """Whether the archive has it, with the students that are wanted of its teachers."""
+        known = self.cell.archived
+        return known is not None and (not self.variants or known.students_of(self.variants) is not None)
+
+    @property
+    def variants(self) -> list[dict[str, Any]]:
+        """The settings of the students that are wanted of its teachers; none, if it has no teachers."""
+        if self.factorial:
+            return list(self.factorial.students.values())
+        return variants_of(self.plan) if self.plan and self.plan.preset.reteach else []
+
     def archived(self, archive: Archive) -> ArchivedRun:
         """What is kept of it, now that it is finished."""
-        cell = replace(self.cell, archived=None)
-        known = archive.run(cell.path.name)
+        known = archive.run(self.cell.path.name)
         students = [(each["variants"], each["accuracies"]) for each in known.students] if known else []
-        if self.plan and self.plan.preset.reteach:
-            variants = variants_of(self.plan)
-            if known is None or known.students_of(variants) is None:
-                students.append((variants, asdict(accuracies(cell.path, variants))))
-        if self.factorial and self.factorial.students:
-            students.append((list(self.factorial.students.values()), self.factorial.taught(cell)))
+        if self.variants and (known is None or known.students_of(self.variants) is None):
+            students.append((self.variants, asdict(accuracies(self.cell.path, self.variants))))
         root = HERE if self.wanted.factorial else None
-        return abridged(settings_of(cell.config, root), cell.summary(), cell.records(), students)
+        return abridged(settings_of(self.cell.config, root), self.cell.summary(), self.cell.records(), students)
 
 
 def wanted_list() -> list[Wanted]:
@@ -125,9 +133,9 @@ def runs(wanted: Wanted, out: Path, data_dir: str, archive: Archive) -> list[Run
 def show(out: Path, data_dir: str, archive: Archive) -> None:
     total, seen = 0.0, set[Path]()
     for wanted in wanted_list():
-        every = [run.cell for run in runs(wanted, out, data_dir, archive)]
-        left = [cell for cell in every if not cell.finished and cell.path not in seen]
-        seen.update(cell.path for cell in every)
+        every = runs(wanted, out, data_dir, archive)
+        left = [run for run in every if not run.kept and run.cell.path not in seen]
+        seen.update(run.cell.path for run in every)
         minutes = wanted.minutes * len(left)
         total += minutes
         print(f"{len(left):3} of {len(every):3} runs  {minutes:6.0f} min  {wanted.name}: {wanted.why}")
@@ -135,12 +143,12 @@ def show(out: Path, data_dir: str, archive: Archive) -> None:
 
 
 def todo(out: Path, data_dir: str, archive: Archive, part: tuple[int, int]) -> Iterator[Run]:
-    """Runs that the archive has not, in the order of the list."""
+    """Runs that the archive has not, or not with all students, in the order of the list."""
     number, of = part
     for wanted in wanted_list():
         for i, run in enumerate(runs(wanted, out, data_dir, archive)):
-            if run.cell.archived is None and i % of == number - 1:
-                yield run
+            if not run.kept and i % of == number - 1:
+                yield replace(run, cell=replace(run.cell, archived=None))  # students need its directory
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -164,3 +164,15 @@ def test_students_of_one_run_are_compared_by_what_its_teachers_teach_them(tool: 
     (other,) = SavedEpisode(path).teach([{"server_epochs": 1}])
     assert runs.number("LKD", (1, 0), 101) == other.accuracy
     assert "16 of 16 students" in runs.markdown()
+
+
+def test_what_a_variant_sets_is_not_varied(tool: ModuleType) -> None:
+    factorial = tool.Factorial.model_validate(
+        {
+            "title": "t", "hypothesis": "h", "seeds": [100, 101], "settings": SMALL, "teachers": {"method": "lkd"},
+            "taught": ["lambda3"], "factors": {"lambda3": [0.01, 0.5]},
+            "variants": {"LKD": {}, "labels": {"lambda3": 1.0}},
+        }
+    )  # fmt: skip
+    weights = {key: student["lambda3"] for key, student in factorial.students().items()}
+    assert weights == {("LKD", (0,)): 0.01, ("LKD", (1,)): 0.5, ("labels", (0,)): 1.0, ("labels", (1,)): 1.0}

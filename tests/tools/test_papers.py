@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import tomli_w
 
 from fedstill.studies import presets
 from fedstill.studies.archive import Archive
@@ -61,3 +64,35 @@ def test_wanted_runs_are_carried_out_once_and_kept_in_the_archive(
     assert "0 of   2 runs" in tell("--list")
     assert len((tmp_path / "archive" / "test.jsonl").read_text().splitlines()) == 2
     assert tell() == "", "no run begins"
+
+
+@pytest.mark.slow
+def test_students_that_a_factorial_gains_are_taught_by_the_teachers_there_are(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = {"clients": 6, "regions": 2, "rounds_per_episode": 1, "pool": 0.1, "fraction": 0.2}
+    factorial: dict[str, Any] = {
+        "title": "t", "hypothesis": "h", "seeds": [100, 101], "settings": TINY | few, "taught": ["server_epochs"],
+        "teachers": {"method": "lkd", "save_teachers": True}, "factors": {"server_epochs": [1, 2]},
+        "variants": {"LKD": {}},
+    }  # fmt: skip
+    file = tmp_path / "tools" / "factorials" / "small.toml"
+    file.parent.mkdir(parents=True)
+    monkeypatch.setattr(tool, "HERE", tmp_path)
+    monkeypatch.setattr(tool, "wanted_list", lambda: [tool.Wanted(why="", factorial="small", seeds=1, minutes=1)])
+    monkeypatch.setattr(sys, "argv", ["papers.py", "--out", str(tmp_path / "out")])
+
+    def carried_out() -> str:
+        file.write_text(tomli_w.dumps(factorial))
+        tool.main()
+        return capsys.readouterr().out
+
+    assert "factorial small" in carried_out()
+    factorial["variants"]["labels"] = {"lambda3": 1.0}
+    carried_out()
+    (kept,) = map(json.loads, (tmp_path / "archive" / "factorial-small.jsonl").read_text().splitlines())
+    assert [len(each["accuracies"]["students"]) for each in kept["students"]] == [2, 4]
+    shutil.rmtree(tmp_path / "out")
+    assert carried_out() == "", "all is in the archive"
+    factorial["variants"]["MTKD"] = {"Tw": 0.0}
+    assert "factorial small" in carried_out(), "teachers that are gone are trained again"

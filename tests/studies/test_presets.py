@@ -38,7 +38,8 @@ SMALL_MODELS = {"lenet5", "resnet8", "transformer"}
 # Every table and figure of the papers but FedHyb's Table 3, on chest X-rays; and controls of ours.
 LISTED = {
     "fedkf": "table3 table4 table5 figure2 figure3 control-q",
-    "f2l": "table1 table2 figure2a figure2b figure2c figure3 table5 table6 table7 table8 table9 table10 control-mtkd",
+    "f2l": "table1 table2 figure2a figure2b figure2c figure3 table5 table6 table7 table8 table9 table10 control-mtkd "
+    "control-steps",
     "dafkd": "table1-mnist table1-svhn table1-fmnist table1-emnist table2 table3 figure3 figure4 figure5 figure6",
     "fedgkd": "table3-cifar10 table3-cifar100 table3-tiny table4 table5 table6 table7 table8 table9 "
     "figure2 figure3 figure4 figure5",
@@ -566,8 +567,10 @@ def test_the_tables_over_saved_teachers_are_taught_from_one_run() -> None:
         first = [points(f"f2l/table{n}", "paper")[0].config for n in (number, number + 3)]
         runs = [c.model_copy(update={"hyper": c.hyper | labels.teachers}) for c in first]
         assert runs[0] == runs[1]
-    alike, swept = (plans(f"f2l/{name}", "cpu", 2, Path("nowhere"))[0] for name in ("control-mtkd", "table5"))
-    assert {cell.path for cell in alike.cells} == {cell.path for cell in swept.cells}
+    names = ("table5", "control-mtkd", "control-steps")
+    swept, *controls = (plans(f"f2l/{name}", "cpu", 2, Path("nowhere"))[0] for name in names)
+    for control in controls:
+        assert {cell.path for cell in control.cells} == {cell.path for cell in swept.cells}
 
 
 @pytest.mark.slow

@@ -116,7 +116,9 @@ def test_students_of_saved_teachers_are_kept_too(tmp_path: Path, monkeypatch: py
         "row": [{"name": "G-student", "method": "lkd"}],
         "cpu": {"reduces": "nothing"},
     }
-    monkeypatch.setattr(presets, "load", {"test/table": Preset.model_validate(table)}.__getitem__)
+    others = table | {"sweep": {"lambda3": [0.25, 1.0]}}
+    known = {"test/table": Preset.model_validate(table), "test/others": Preset.model_validate(others)}
+    monkeypatch.setattr(presets, "load", known.__getitem__)
     (plan,) = plans("test/table", "cpu", 1, tmp_path)
     run_cells(plan.cells)
     expected = list(student_accuracies(plan, [0]))
@@ -128,9 +130,12 @@ def test_students_of_saved_teachers_are_kept_too(tmp_path: Path, monkeypatch: py
     shutil.rmtree(cell.path)
     check = Check(says="", preset="test/table", metric="top1", of=[{"row": "G-student", "lambda3": 1.0}],
                   than=[{"row": "Teacher 1", "lambda3": 1.0}], expect="open")  # fmt: skip
-    found = finding(check, Evidence(1, tmp_path, Archive(tmp_path / "archive")))
+    evidence = Evidence(1, tmp_path, Archive(tmp_path / "archive"))
+    found = finding(check, evidence)
     by_name = {(row, at["lambda3"]): values for row, at, values in expected}
     assert (found.of, found.than) == (by_name["G-student", 1.0], by_name["Teacher 1", 1.0])
+    other = check.model_copy(update={"preset": "test/others"})
+    assert finding(other, evidence).verdict == "not run", "other students of the same teachers"
     archive.add("test", [replace(run, students=[])])
     assert finding(check, Evidence(1, tmp_path, Archive(tmp_path / "archive"))).verdict == "not run"
 

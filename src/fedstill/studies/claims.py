@@ -97,7 +97,7 @@ class Evidence:
         self._seeds, self._root, self._archive, self._given = seeds, root, archive, given
         self._plans: dict[str, Plan] = {}
         self._student_accuracies: dict[str, dict[str, list[float | None]]] = {}
-        self._finished: set[Path] = set()  # many checks ask for the same run
+        self._finished: set[tuple[Path, bool]] = set()  # many checks ask for the same run
 
     def plan(self, preset: str) -> Plan:
         if preset not in self._plans:
@@ -131,10 +131,14 @@ class Evidence:
         return self._archive.quoted(place.cells[seed].path.name, check.metric, place.point.model, place.further)
 
     def finished(self, cell: Cell) -> bool:
-        """Whether a run is; once it is, its directory is not read again for that."""
-        if cell.path not in self._finished and cell.finished:
-            self._finished.add(cell.path)
-        return cell.path in self._finished
+        """Whether a run is; once it is, its directory is not read again for that.
+
+        An archived run may serve one preset and not another, that wants other students of its teachers.
+        """
+        key = cell.path, cell.archived is not None
+        if key not in self._finished and cell.finished:
+            self._finished.add(key)
+        return key in self._finished
 
     def numbers(self, check: Check, term: Term, seeds: Sequence[int]) -> list[float]:
         """A term's numbers on some seeds."""

@@ -308,8 +308,8 @@ class MethodSettings(TypedDict, total=False):
     generator_steps: int
     """fedgen: steps of the generator a round."""
     generator_width: int
-    """dafkd: most channels of a layer of the generator; 0: 256, of the conditional one 128; fedftg: channels of
-    the generator; the paper's presets: 128."""
+    """dafkd: most channels of its layers; 0: 256, of the conditional one 128; fedftg: channels of the generator;
+    the paper's presets: 128."""
     hidden: int
     """fedgen: width of the generator."""
     ie_normalised: bool

@@ -166,6 +166,8 @@ def dcgan_init(layer: nn.Module) -> None:
 def dafkd_generator(shape: Sequence[int], z_dim: int, classes: int = 0, width: int = 0) -> nn.Module:
     """DaFKD's generator for this shape: of noise, or of noise and one of `classes`; with `width` 0, its usual width."""
     _, height, image_width = check_image_shape(shape)
+    if 0 < width < 4:
+        raise SettingError(f"generator_width: got {width}, give 0 (the usual width) or 4 and more")
     channels = {"width": width} if width else {}
     if classes:
         return ConditionalGenerator(shape, classes, z_dim, **channels)

@@ -52,7 +52,8 @@ class CReFF(ServerSide):
         return "creff also sends gradients of each class"
 
     def wire(self, task: Task) -> Wire:
-        inner, size = super().wire(task), len(read_head(task, task.initial))
+        inner, head = super().wire(task), classifier(task.nets.get("re-trained")).head
+        size = sum(p.numel() for p in head.parameters())
         gradients = {
             "gradients": Part(
                 (task.classes, size), "gradient of the classifier for each class", task.dtype, kind=Kind.GRADIENTS

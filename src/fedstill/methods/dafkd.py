@@ -57,9 +57,7 @@ class DaFKD(Distilling):
         bool, "clients send weighted predictions, not their discriminators, which these still give away"
     ] = False
     conditional: Annotated[bool, "the generator has a label as a further input, drawn at random"] = False
-    generator_width: Annotated[
-        int, Ge(0), "most channels of a layer of the generator; 0: 256, of the conditional one 128"
-    ] = 0
+    generator_width: Annotated[int, Ge(0), "most channels of its layers; 0: 256, of the conditional one 128"] = 0
     z_dim: Annotated[int, Ge(1), "d: dimension of the noise"] = 100
     generator_lr: Annotated[float, Gt(0), Search("log:1e-4..1e-2"), "learning rate of the generator (Adam)"] = 1e-3
     generator_beta1: Annotated[float, Ge(0), Lt(1), "decay of its Adam's mean of gradients; DCGAN: 0.5"] = 0.9
@@ -76,12 +74,8 @@ class DaFKD(Distilling):
     def check(self, task: Task) -> None:
         check_image_shape(task.dataset.shape)
         require_features(task, "dafkd")
-        if 0 < self.generator_width < 4:
-            raise SettingError(f"generator_width: got {self.generator_width}, give 0 (the usual width) or 4 and more")
         if self.private and not self.judged:
-            raise SettingError(
-                f"dafkd: private sends predictions weighted by the discriminator; {self.variant} has none"
-            )
+            raise SettingError(f"dafkd: private sends predictions weighted by a discriminator; {self.variant} has none")
         if self.private and self.logit_T:
             raise SettingError("dafkd: private sends predictions, of which logit_T cannot make logits again")
         super().check(task)

@@ -40,6 +40,10 @@ class Modifier(Method):
         return "one" if self.has_final_exchange else self.inner.networks
 
     @property
+    def model_per_group(self) -> bool:
+        return not self.has_final_exchange and self.inner.model_per_group
+
+    @property
     def needs_other_networks(self) -> bool:
         return self.inner.needs_other_networks
 

@@ -85,6 +85,11 @@ class Run:
         return known is not None and (not self.variants or known.students_of(self.variants) is not None)
 
     @property
+    def anew(self) -> Cell:
+        """The run by its directory alone, which students need, whatever the archive has of it."""
+        return replace(self.cell, archived=None)
+
+    @property
     def variants(self) -> list[dict[str, Any]]:
         """The settings of the students that are wanted of its teachers; none, if it has no teachers."""
         if self.factorial:
@@ -134,7 +139,7 @@ def show(out: Path, data_dir: str, archive: Archive) -> None:
     total, seen = 0.0, set[Path]()
     for wanted in wanted_list():
         every = runs(wanted, out, data_dir, archive)
-        left = [run for run in every if not run.kept and run.cell.path not in seen]
+        left = [run for run in every if not run.kept and not run.anew.finished and run.cell.path not in seen]
         seen.update(run.cell.path for run in every)
         minutes = wanted.minutes * len(left)
         total += minutes
@@ -148,7 +153,7 @@ def todo(out: Path, data_dir: str, archive: Archive, part: tuple[int, int]) -> I
     for wanted in wanted_list():
         for i, run in enumerate(runs(wanted, out, data_dir, archive)):
             if not run.kept and i % of == number - 1:
-                yield replace(run, cell=replace(run.cell, archived=None))  # students need its directory
+                yield replace(run, cell=run.anew)
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -209,8 +209,8 @@ The verdicts, all about this scale:
 Of {judged} intervals that are judged about one in twenty misses by chance alone, and many share runs: a verdict whose
 interval nearly touches zero is worth little. The number of seeds was fixed beforehand; adding seeds until an interval
 clears zero would make these intervals false. Hyper-parameters are the papers', beside what a preset says it reduces;
-none was chosen by results, but for controls that say so: theirs were chosen by a factorial, on held-out images and other
-seeds. Where a scale was changed after results had been seen, the claim's note says so.
+none was chosen by results, but for controls that say so: theirs were chosen by a factorial, on held-out images and
+other seeds. Where a scale was changed after results had been seen, the claim's note says so.
 
 ## The claims
 """
